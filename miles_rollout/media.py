@@ -1,0 +1,43 @@
+"""What one sample decodes to: the thing that a reward looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from miles_rollout.errors import RolloutParamsError
+from miles_rollout.shapes import Float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Media:
+    """One decoded sample: an image or a video, with its sound if it has one.
+
+    Raises ``RolloutParamsError`` when there is not exactly one of image and video, or when a
+    video comes without its frame rate or sound without its sampling rate.
+    """
+
+    image: Float[Tensor, "channels height width"] | None = None
+    """float32 in 0..1."""
+    video: Float[Tensor, "frames channels height width"] | None = None
+    """float32 in 0..1."""
+    audio: Float[Tensor, "channels samples"] | None = None
+    """float32 in -1..1."""
+    fps: float | None = None
+    """Frames a second of ``video``."""
+    sampling_rate: int | None = None
+    """Samples a second of ``audio``."""
+
+    def __post_init__(self) -> None:
+        if (self.image is None) == (self.video is None):
+            raise RolloutParamsError(
+                f"Media: needs an image or a video and not both; got image "
+                f"{self.image is not None}, video {self.video is not None}; pass exactly one"
+            )
+        if self.video is not None and self.fps is None:
+            raise RolloutParamsError("Media: a video needs its frame rate; got fps None; pass fps")
+        if self.audio is not None and self.sampling_rate is None:
+            raise RolloutParamsError(
+                "Media: sound needs its sampling rate; got sampling_rate None; pass sampling_rate"
+            )

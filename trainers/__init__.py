@@ -1,0 +1,1 @@
+"""Algorithms that train on rollouts: data, advantages, losses, rewards, checkpoints."""
