@@ -1,0 +1,200 @@
+"""LoRA on a denoiser: its configuration, attaching it, exporting it.
+
+peft does the layers; this module adds what RL needs of them. Master weights are float32 whatever
+the base's dtype (an update of 1e-5 on a bf16 weight of 0.02 is lost), the initial values come from
+a seed of their own, and a target that matches nothing is an error. Using what is attached is
+``trainers.adapters``, whose names are importable from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from trainers.adapters import (
+    LoraError,
+    adapter_config,
+    adapter_parameters,
+    adapter_tensors,
+    base_model,
+    load_adapter_tensors,
+    trainable_parameters,
+    use_adapter,
+)
+from trainers.config_loader import STRICT
+
+__all__ = [
+    "QWEN_IMAGE_TARGETS",
+    "LoraConfig",
+    "LoraError",
+    "adapter_tensors",
+    "attach_lora",
+    "base_model",
+    "export_lora",
+    "load_adapter_tensors",
+    "trainable_parameters",
+    "use_adapter",
+]
+
+QWEN_IMAGE_TARGETS = (
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "img_mlp.net.0.proj",
+    "img_mlp.net.2",
+    "txt_mlp.net.0.proj",
+    "txt_mlp.net.2",
+)
+"""The 12 linear layers of a Qwen-Image block that Flow-GRPO trains."""
+
+WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraConfig:
+    """Which layers get an adapter, how large, and how it starts."""
+
+    __pydantic_config__ = STRICT
+
+    rank: int = 16
+    """Columns of A and B."""
+    alpha: float = 32.0
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] = QWEN_IMAGE_TARGETS
+    """Ends of module names, whole words between dots; each must match at least one module."""
+    dropout: float = 0.0
+    """Only 0: a mask drawn anew in each forward makes replay differ from rollout."""
+    init: Literal["gaussian", "default"] = "gaussian"
+    """How A starts: normal with std 1 / rank, or as a linear layer of torch. B starts at 0."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise LoraError(f"lora.rank: must be at least 1; got {self.rank}; set e.g. 16")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise LoraError(f"lora.alpha: must be positive; got {self.alpha}; set e.g. 2 * rank")
+        if self.dropout != 0:
+            raise LoraError(
+                f"lora.dropout: rollout and replay would see different masks, so the ratio would "
+                f"not start at 1; got {self.dropout}; set 0"
+            )
+        if not self.targets or len(set(self.targets)) != len(self.targets):
+            raise LoraError(
+                f"lora.targets: needs at least one name, each once; got {list(self.targets)}; "
+                f"set ends of module names, e.g. {QWEN_IMAGE_TARGETS[0]!r}"
+            )
+
+
+def attach_lora(
+    module: nn.Module, config: LoraConfig, *, seed: int, adapter_name: str = "default"
+) -> list[str]:
+    """Freeze ``module``, add an adapter to it and return the sorted names of its parameters.
+
+    The new adapter becomes the active one and the only one that is trained: of several adapters
+    attach the trained one last. Same seed, same initial values, on any device.
+    """
+    if adapter_name in getattr(module, "peft_config", {}):
+        raise LoraError(
+            f"attach_lora: the module already has this adapter; got {adapter_name!r}; "
+            f"set another adapter_name"
+        )
+    _check_targets(module, config.targets)
+    module.requires_grad_(False)
+    peft_config = peft.LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(config.targets),
+        lora_dropout=config.dropout,
+        init_lora_weights="gaussian" if config.init == "gaussian" else True,
+    )
+    # peft draws A from the global generator, on the CPU.
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # Several adapters are what is wanted here.
+        warnings.filterwarnings("ignore", "Already found a `peft_config` attribute")
+        adapted: Any = module
+        adapted.add_adapter(peft_config, adapter_name)
+    _initialise(module, config, seed, adapter_name)
+    return sorted(trainable_parameters(module))
+
+
+def export_lora(
+    pipe_class: Any,
+    module: nn.Module,
+    folder: str | os.PathLike[str],
+    config: LoraConfig,
+    *,
+    adapter_name: str = "default",
+) -> Path:
+    """Write the adapter for ``pipe_class.load_lora_weights(folder)`` of stock diffusers.
+
+    Rank and alpha go into the file: without them a loader takes alpha = rank, another strength.
+    """
+    attached = adapter_config(module, adapter_name)
+    if (attached.r, attached.lora_alpha) != (config.rank, config.alpha):
+        raise LoraError(
+            f"export_lora: rank and alpha are not those of adapter {adapter_name!r}; got "
+            f"{(config.rank, config.alpha)} for {(attached.r, attached.lora_alpha)}; "
+            f"set the config that the adapter was attached with"
+        )
+    # Only what says how to apply the tensors: other versions of peft refuse keys unknown to them.
+    metadata = {
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": sorted(config.targets),
+    }
+    path = Path(folder) / WEIGHTS_NAME
+    partial = path.with_name(f".partial-{WEIGHTS_NAME}")
+    pipe_class.save_lora_weights(
+        path.parent,
+        transformer_lora_layers=adapter_tensors(module, adapter_name),
+        transformer_lora_adapter_metadata=metadata,
+        weight_name=partial.name,
+    )
+    partial.replace(path)
+    return path
+
+
+def _initialise(module: nn.Module, config: LoraConfig, seed: int, adapter_name: str) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in adapter_parameters(module, adapter_name).items():
+        # peft gives the adapter the base's dtype.
+        value = torch.zeros(parameter.shape, dtype=torch.float32)
+        if ".lora_A." in name and config.init == "gaussian":
+            nn.init.normal_(value, std=1 / config.rank, generator=generator)
+        elif ".lora_A." in name:
+            nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        parameter.data = value.to(parameter.device)
+
+
+def _check_targets(module: nn.Module, targets: Sequence[str]) -> None:
+    names = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear | BaseTunerLayer) and ".lora_" not in name
+    ]
+    unmatched = [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]
+    if not unmatched:
+        return
+    parts = [name.split(".") for name in names]
+    ends = sorted({".".join(p[i:]) for p in parts for i in range(len(p)) if not p[i].isdigit()})
+    near = {target: difflib.get_close_matches(target, ends, n=3) for target in unmatched}
+    hints = "; ".join(f"for {t!r} try {', '.join(n) or 'print(module)'}" for t, n in near.items())
+    raise LoraError(
+        f"lora.targets: no linear layer of {type(module).__name__} has a name that ends so; got "
+        f"{unmatched}; {hints}"
+    )
