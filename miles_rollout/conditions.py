@@ -1,0 +1,137 @@
+"""What the denoiser was called with, so that replay can call it with the same again.
+
+A call is a module name and a tree of arguments. Tensors in it are snapshots (own storage, no
+graph); a tensor that recurs from step to step is stored once, and one that is a stream's state is
+not stored at all: a `StreamState` stands for it and is filled in from the trajectory's latents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_rollout.errors import RolloutParamsError
+
+Tree = Any
+"""Tensors, scalars, strings, None and StreamState in tuples, lists and dicts."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """Stands in a call for the state of ``stream`` before the call's step, cast to ``dtype``."""
+
+    stream: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class DenoiserCall:
+    """One call of a denoiser: ``module`` is the pipeline component's name."""
+
+    module: str
+    args: tuple[Tree, ...]
+    kwargs: Mapping[str, Tree]
+
+    def map(self, fn: Callable[[str, Any], Any]) -> DenoiserCall:
+        """Apply ``fn(name, leaf)`` to every leaf; a positional argument is named by its index."""
+        args = tuple(map_tree(fn, arg, str(i)) for i, arg in enumerate(self.args))
+        kwargs = {name: map_tree(fn, value, name) for name, value in self.kwargs.items()}
+        return DenoiserCall(self.module, args, kwargs)
+
+
+StepCalls = Mapping[int, Sequence[DenoiserCall]]
+"""The calls of each replayable step."""
+
+
+def map_tree(fn: Callable[[str, Any], Any], tree: Tree, name: str) -> Tree:
+    """Rebuild ``tree`` with ``fn(name, leaf)`` for its leaves, under one name."""
+    if isinstance(tree, Mapping):
+        return {key: map_tree(fn, value, name) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tree(fn, value, name) for value in tree)
+    return fn(name, tree)
+
+
+def map_calls(fn: Callable[[str, Any], Any], steps: StepCalls) -> dict[int, list[DenoiserCall]]:
+    """Apply ``fn(name, leaf)`` to every leaf; a tensor that stands twice is mapped once."""
+    done: dict[tuple[str, int], Any] = {}
+
+    def once(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return fn(name, leaf)
+        key = (name, id(leaf))
+        if key not in done:
+            done[key] = fn(name, leaf)
+        return done[key]
+
+    return {step: [call.map(once) for call in calls] for step, calls in steps.items()}
+
+
+def tensors_of(steps: StepCalls) -> list[Tensor]:
+    """Every distinct tensor of the calls, in order of appearance."""
+    found: dict[int, Tensor] = {}
+
+    def visit(_: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.setdefault(id(leaf), leaf)
+        return leaf
+
+    map_calls(visit, steps)
+    return list(found.values())
+
+
+class CallRecorder:
+    """Records the denoiser calls of a request's kept steps."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, list[DenoiserCall]] = {}
+        # id -> (the tensor, its version, its snapshot); holding the tensor keeps its id its own.
+        self._snapshots: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._touched: set[int] = set()
+
+    def record(self, step: int, module: str, args: tuple[Tree, ...], kwargs: Tree) -> None:
+        """Snapshot one call of ``step``."""
+        call = DenoiserCall(module, args, kwargs).map(self._leaf)
+        self.steps.setdefault(step, []).append(call)
+
+    def resolve_state(self, step: int, stream: str, sample: Tensor) -> None:
+        """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed."""
+        known = self._snapshots.get(id(sample))
+        if known is None or known[0] is not sample or known[1] != _version(sample):
+            return
+        snapshot, state = known[2], StreamState(stream, sample.dtype)
+        self.steps[step] = [
+            call.map(lambda _, leaf: state if leaf is snapshot else leaf)
+            for call in self.steps.get(step, [])
+        ]
+        del self._snapshots[id(sample)]
+
+    def end_step(self) -> None:
+        """Forget the originals that this step's calls did not use, so that they can be freed."""
+        self._snapshots = {k: v for k, v in self._snapshots.items() if k in self._touched}
+        self._touched = set()
+
+    def _leaf(self, name: str, leaf: Any) -> Any:
+        if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
+            return leaf
+        if not isinstance(leaf, Tensor):
+            raise RolloutParamsError(
+                f"rollout: the denoiser's argument {name!r} cannot be recorded for replay; got a "
+                f"{type(leaf).__name__}; pass tensors, numbers, strings or containers of them"
+            )
+        version = _version(leaf)
+        known = self._snapshots.get(id(leaf))
+        if version < 0 or known is None or known[0] is not leaf or known[1] != version:
+            known = (leaf, version, leaf.detach().clone())
+            self._snapshots[id(leaf)] = known
+        self._touched.add(id(leaf))
+        return known[2]
+
+
+def _version(tensor: Tensor) -> int:
+    """The in-place counter; -1 for an inference tensor, which has none."""
+    return -1 if tensor.is_inference() else tensor._version

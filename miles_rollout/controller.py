@@ -1,0 +1,220 @@
+"""One latent stream of one request: samples it, scores it, records it, and knows of no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
+from miles_rollout.noise import keyed_noise
+from miles_rollout.params import RolloutParams
+from miles_rollout.shapes import Bool, Float
+from miles_rollout.trajectory import StreamTrajectory
+from miles_rollout.transitions import schedule_step
+
+OdeTransition = Callable[[Tensor, Tensor], Tensor]
+"""(velocity as predicted, sample) -> next sample: the loop's own deterministic update."""
+
+
+@final
+class FlowRolloutController:
+    """Takes the steps of one stream and keeps what its `RolloutParams` name.
+
+    ``sigmas`` and ``timesteps`` [T + 1] are the stream's full schedule, terminal values included;
+    ``seeds`` has one entry a row. ``velocity_sign`` is -1 where the denoiser predicts x0 - noise.
+    ``mask`` (True: live, broadcast against the sample) marks what may be noised and scored.
+    ``euler_ode``: take deterministic steps as Euler steps, for a loop whose own update has memory.
+
+    Raises ``RolloutParamsError`` for indices that do not fit the schedule.
+    """
+
+    def __init__(
+        self,
+        params: RolloutParams,
+        seeds: Sequence[int],
+        *,
+        stream: str,
+        sigmas: Float[Tensor, " boundaries"],
+        timesteps: Float[Tensor, " boundaries"],
+        velocity_sign: float = 1.0,
+        mask: Bool[Tensor, "..."] | None = None,
+        euler_ode: bool = False,
+    ) -> None:
+        self.params = params
+        self.stream = stream
+        self.plan = params.plan(sigmas, stream)
+        self.next_step = 0
+        self._seeds = tuple(seeds)
+        self._sigmas = sigmas.detach().cpu().clone()
+        self._timesteps = timesteps.detach().cpu().clone()
+        self._velocity_sign = velocity_sign
+        self._mask = mask
+        self._euler_ode = euler_ode
+        self._latents: dict[int, Tensor] = {}
+        self._log_probs: list[Tensor] = []
+        self._debug: dict[str, list[Tensor]] = {}
+        self._state: Tensor | None = None
+        self._emitted: tuple[Tensor, int] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Every step was taken."""
+        return self.next_step == self.plan.num_steps
+
+    @torch.no_grad()
+    def transition(
+        self,
+        velocity: Float[Tensor, "batch ..."],
+        sample: Float[Tensor, "batch ..."],
+        *,
+        step: int,
+        ode: OdeTransition,
+        out_dtype: torch.dtype | None = None,
+    ) -> Float[Tensor, "batch ..."]:
+        """Step ``step`` from ``sample``: stochastic where the plan says so, else by ``ode``.
+
+        Returns the next sample in ``out_dtype`` (default: the velocity's). Steps are taken in
+        order, each once; ``sample`` must be what the last one returned, unless both steps are
+        deterministic. Raises ``RolloutStateError`` otherwise.
+        """
+        self._check(step, sample)
+        if self._mask is not None and self._mask.shape != sample.shape:
+            self._mask = torch.broadcast_to(self._mask, sample.shape).contiguous()
+        out_dtype = out_dtype or velocity.dtype
+        keeps_float32 = self.params.latent_dtype == "float32"
+        x = sample
+        if keeps_float32:
+            x = sample.to(torch.float32) if self._state is None else self._state
+        self._capture(step, x)
+        if step in self.plan.sde_steps:
+            next_x = self._stochastic(
+                velocity, x, step, torch.float32 if keeps_float32 else out_dtype
+            )
+        else:
+            next_x = self._deterministic(velocity, x, step, ode, keeps_float32, out_dtype)
+        self.next_step = step + 1
+        if keeps_float32:
+            self._state = next_x
+        emitted = next_x.to(out_dtype)
+        if self.done:
+            self._capture(step + 1, next_x)
+        self._emitted = (emitted, _version(emitted))
+        return emitted
+
+    def trajectory(self) -> StreamTrajectory:
+        """What was recorded. Raises ``RolloutStateError`` before the last step was taken."""
+        if not self.done:
+            raise RolloutStateError(
+                f"rollout: stream {self.stream!r} was interrupted after {self.next_step} of "
+                f"{self.plan.num_steps} steps; got no complete trajectory; run the whole loop"
+            )
+        kept = sorted(self._latents)
+        rows = len(self._seeds)
+        latents = [self._latents[b] for b in kept]
+        num_elements = torch.full((rows,), self._numel, dtype=torch.int64)
+        if self._mask is not None:
+            num_elements = self._mask.flatten(1).sum(1).cpu()
+        return StreamTrajectory(
+            latents=_stack(latents) if latents else torch.empty(rows, 0),
+            latent_step_indices=torch.tensor(kept, dtype=torch.int64),
+            timesteps=self._timesteps,
+            sigmas=self._sigmas,
+            log_probs=torch.stack(self._log_probs, dim=1),
+            sde_step_indices=self.plan.sde_steps,
+            num_elements=num_elements,
+            mask=self._mask,
+            velocity_sign=self._velocity_sign,
+            debug={name: torch.stack(items, dim=1) for name, items in self._debug.items()},
+        )
+
+    def _stochastic(self, velocity: Tensor, x: Tensor, step: int, out_dtype: torch.dtype) -> Tensor:
+        noise = keyed_noise(self._seeds, x.shape[1:], "transition", self.stream, step).to(x.device)
+        taken = schedule_step(
+            self.params.sde_type,
+            x,
+            velocity * self._velocity_sign if self._velocity_sign != 1 else velocity,
+            sigmas=self._sigmas,
+            step=step,
+            noise_level=self.params.noise_level,
+            noise=noise,
+            mask=self._mask,
+            out_dtype=out_dtype,
+        )
+        self._log_probs.append(taken.log_prob)
+        self._keep_debug(velocity=velocity, mean=taken.mean, std=taken.std, noise=noise)
+        return taken.next_sample
+
+    def _deterministic(
+        self,
+        velocity: Tensor,
+        x: Tensor,
+        step: int,
+        ode: OdeTransition,
+        keeps_float32: bool,
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        if self._euler_ode:
+            next_x = schedule_step(
+                "ode",
+                x,
+                velocity * self._velocity_sign if self._velocity_sign != 1 else velocity,
+                sigmas=self._sigmas,
+                step=step,
+                noise_level=0.0,
+                out_dtype=torch.float32 if keeps_float32 else out_dtype,
+            ).next_sample
+        else:
+            next_x = ode(velocity.to(torch.float32) if keeps_float32 else velocity, x)
+        self._log_probs.append(torch.zeros(len(x), device=x.device))
+        zeros = torch.zeros(x.shape, device=x.device)
+        std = zeros.flatten(1)[:, :1].reshape(-1, *[1] * (x.ndim - 1))
+        self._keep_debug(velocity=velocity, mean=next_x.to(torch.float32), std=std, noise=zeros)
+        return next_x
+
+    def _keep_debug(self, **tensors: Tensor) -> None:
+        for name, tensor in tensors.items() if self.params.debug else ():
+            self._debug.setdefault(name, []).append(tensor.detach().to(torch.float32, copy=True))
+
+    def _capture(self, boundary: int, state: Tensor) -> None:
+        self._numel = state[0].numel()
+        if boundary in self.plan.boundaries:
+            self._latents[boundary] = state.detach().clone(memory_format=torch.contiguous_format)
+
+    def _check(self, step: int, sample: Tensor) -> None:
+        if step != self.next_step:
+            raise RolloutStateError(
+                f"rollout: stream {self.stream!r} expected step {self.next_step}; got step {step}; "
+                "take every step once and in order"
+            )
+        if len(sample) != len(self._seeds):
+            raise RolloutParamsError(
+                f"rollout: one seed a row is needed; got {len(self._seeds)} seeds for "
+                f"{len(sample)} rows of stream {self.stream!r}; pass {len(sample)} seeds"
+            )
+        near_noise = {step, step - 1} & set(self.plan.sde_steps)
+        if self._emitted is None or not (near_noise or self.params.latent_dtype == "float32"):
+            return
+        emitted, version = self._emitted
+        if sample is emitted and _version(sample) == version:
+            return
+        if sample is emitted or not torch.equal(sample.to(emitted.dtype), emitted):
+            raise RolloutStateError(
+                f"rollout: stream {self.stream!r} was changed between steps {step - 1} and {step}, "
+                "next to a stochastic step, so its log-prob would describe another sample; got a "
+                "changed latent; remove the callback that changes it, or declare it in an adapter"
+            )
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _stack(latents: list[Tensor]) -> Tensor:
+    """[B, K, ...]; a pipeline that changes the dtype after its first step gets the wider one."""
+    dtype = latents[0].dtype
+    for latent in latents:
+        dtype = torch.promote_types(dtype, latent.dtype)
+    return torch.stack([latent.to(dtype) for latent in latents], dim=1)

@@ -1,0 +1,26 @@
+"""Adapters: what a pipeline alone cannot say. One small file a model family."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from miles_rollout.pipelines.base import PipelineAdapter
+from miles_rollout.pipelines.generic import GenericAdapter
+
+ADAPTERS = {
+    "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
+}
+"""Pipeline class name -> where its adapter lives; imported when it is asked for."""
+
+
+def adapter_for(pipe: Any) -> PipelineAdapter:
+    """The adapter of a pipeline's class or of the nearest base class that has one."""
+    for cls in type(pipe).__mro__:
+        if cls.__name__ in ADAPTERS:
+            module, _, name = ADAPTERS[cls.__name__].partition(":")
+            return getattr(importlib.import_module(module), name)()
+    return GenericAdapter()
+
+
+__all__ = ["ADAPTERS", "GenericAdapter", "PipelineAdapter", "adapter_for"]

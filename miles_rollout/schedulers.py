@@ -1,0 +1,185 @@
+"""The plug-in of ``scheduler.step``: ``step(..., transition=None)`` over any diffusers scheduler.
+
+`accept_transition` makes an instance of a subclass, made on the fly, of the scheduler's own class:
+``isinstance``, ``from_config`` and the signatures that pipelines inspect stay as they were. Without
+a transition, ``step`` is the scheduler's own, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.schedulers.scheduling_utils import SchedulerOutput
+from torch import Tensor
+
+from miles_rollout.errors import RolloutParamsError
+
+SchedulerT = TypeVar("SchedulerT")
+
+
+class Transition(Protocol):
+    """What takes a step in the scheduler's place: `FlowRolloutController.transition`, or yours."""
+
+    def __call__(
+        self,
+        velocity: Tensor,
+        sample: Tensor,
+        *,
+        step: int,
+        ode: Callable[[Tensor, Tensor], Tensor],
+        out_dtype: torch.dtype,
+    ) -> Tensor:
+        """Return the sample after ``step``; ``ode`` is the scheduler's own update."""
+        ...
+
+
+class Observer(Protocol):
+    """Learns what happens to a scheduler in a rollout; `rollout` has one."""
+
+    def scheduled(self, scheduler: Any) -> None:
+        """``set_timesteps`` was called."""
+
+    def copied(self, original: Any, duplicate: Any) -> None:
+        """The pipeline copied its scheduler: a further stream."""
+
+    def transition_of(self, scheduler: Any) -> Transition | None:
+        """What takes the next step when the caller gave no transition."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """What differs between the flow-matching schedulers, declared and never guessed."""
+
+    velocity_sign: float = 1.0
+    terminal_timestep: float = 0.0
+    emits_velocity_dtype: bool = True
+    """The next sample has the velocity's dtype; otherwise the sample's."""
+
+
+def convention_of(scheduler: Any) -> Convention:
+    """The convention of a scheduler's class."""
+    return Convention(emits_velocity_dtype=isinstance(scheduler, FlowMatchEulerDiscreteScheduler))
+
+
+def check_stochastic(scheduler: Any) -> None:
+    """Refuse, by name, a scheduler whose steps the transitions do not describe."""
+    name = type(scheduler).__name__
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        _refuse(f"{name} has no Markov step with a density", name)
+    for option in ("stochastic_sampling", "invert_sigmas"):
+        if scheduler.config.get(option):
+            _refuse(f"{name} has {option} on, which is another process", f"{option}=True")
+    sigmas = scheduler.sigmas.tolist()
+    if not all(1 >= s >= n >= 0 for s, n in itertools.pairwise(sigmas)):
+        _refuse(f"{name}'s sigmas do not fall within 1..0, so this is not flow matching", sigmas)
+
+
+def _refuse(problem: str, value: object) -> None:
+    raise RolloutParamsError(
+        f"rollout: a stochastic step is not defined here: {problem}; got {value}; use a "
+        "FlowMatchEulerDiscreteScheduler, or sde_step_indices=() for a deterministic rollout"
+    )
+
+
+def accept_transition(scheduler: SchedulerT, observer: Observer | None = None) -> SchedulerT:
+    """A copy of ``scheduler`` whose ``step`` accepts ``transition=``; the original is untouched."""
+    duplicate: Any = object.__new__(_plugged(type(scheduler)))
+    vars(duplicate).update(copy.deepcopy(vars(scheduler)))
+    vars(duplicate)["_rollout_observer"] = observer
+    return duplicate
+
+
+@functools.cache
+def _plugged(base: Any) -> type:
+    """The subclass of a scheduler class; it keeps the name, so that a config names the stock one."""
+    own_step, own_schedule = base.step, base.set_timesteps
+    step_signature = inspect.signature(own_step)
+
+    def step(self: Any, *args: Any, transition: Transition | None = None, **kwargs: Any) -> Any:
+        observer = vars(self).get("_rollout_observer")
+        if transition is None and observer is not None:
+            transition = observer.transition_of(self)
+        if transition is None:
+            return own_step(self, *args, **kwargs)
+        call = step_signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        next_sample = _take(self, own_step, call, transition)
+        if not call.arguments["return_dict"]:
+            return (next_sample,)
+        return SchedulerOutput(prev_sample=next_sample)
+
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = own_schedule(self, *args, **kwargs)
+        observer = vars(self).get("_rollout_observer")
+        if observer is not None:
+            observer.scheduled(self)
+        return result
+
+    def duplicate(self: Any, memo: dict[int, Any] | None = None) -> Any:
+        other = object.__new__(type(self))
+        state = {k: v for k, v in vars(self).items() if k != "_rollout_observer"}
+        vars(other).update(copy.deepcopy(state, memo))
+        observer = vars(other)["_rollout_observer"] = vars(self).get("_rollout_observer")
+        if observer is not None:
+            observer.copied(self, other)
+        return other
+
+    parameters = list(step_signature.parameters.values())
+    keyword = inspect.Parameter("transition", inspect.Parameter.KEYWORD_ONLY, default=None)
+    at = len(parameters) - any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    step.__signature__ = step_signature.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters[:at], keyword, *parameters[at:]]
+    )
+    set_timesteps.__signature__ = inspect.signature(own_schedule)  # type: ignore[attr-defined]
+    return type(
+        base.__name__,
+        (base,),
+        {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "step": step,
+            "set_timesteps": set_timesteps,
+            "__deepcopy__": duplicate,
+            "__copy__": duplicate,
+        },
+    )
+
+
+def _take(
+    scheduler: Any, own_step: Any, call: inspect.BoundArguments, transition: Transition
+) -> Tensor:
+    """Take one step by ``transition`` and leave the scheduler's counter one further."""
+    arguments = call.arguments
+    timestep, sample = arguments["timestep"], arguments["sample"]
+    velocity = arguments["model_output"]
+    if arguments.get("per_token_timesteps") is not None:
+        _refuse("every token has a timestep of its own", "per_token_timesteps")
+    if scheduler.step_index is None:
+        scheduler._init_step_index(timestep)
+    index = scheduler.step_index
+
+    def ode(velocity: Tensor, sample: Tensor) -> Tensor:
+        call.arguments.update(model_output=velocity, sample=sample, return_dict=False)
+        return own_step(*call.args, **call.kwargs)[0]
+
+    return_dict = arguments["return_dict"]
+    emits_velocity_dtype = convention_of(scheduler).emits_velocity_dtype
+    next_sample = transition(
+        velocity,
+        sample,
+        step=index,
+        ode=ode,
+        out_dtype=velocity.dtype if emits_velocity_dtype else sample.dtype,
+    )
+    arguments["return_dict"] = return_dict
+    scheduler._step_index = index + 1
+    return next_sample

@@ -1,0 +1,326 @@
+"""The scope of a rollout: swap the schedulers in, watch the denoiser, put everything back."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
+from torch import Tensor, nn
+
+from miles_rollout.conditions import CallRecorder
+from miles_rollout.controller import FlowRolloutController
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
+from miles_rollout.noise import keyed_generator
+from miles_rollout.params import RolloutParams
+from miles_rollout.pipelines import PipelineAdapter, adapter_for
+from miles_rollout.schedulers import (
+    Transition,
+    accept_transition,
+    check_stochastic,
+    convention_of,
+)
+from miles_rollout.trajectory import Conditions, RolloutTrajectory
+
+_ACTIVE: dict[int, object] = {}
+"""Pipelines and denoisers that are in a rollout, by id."""
+_LOCK = threading.Lock()
+
+
+class RolloutSession:
+    """One pipeline call under rollout. Made by `rollout`; an `Observer` of its schedulers."""
+
+    def __init__(
+        self, pipe: Any, params: RolloutParams, seeds: Sequence[int], adapter: PipelineAdapter
+    ) -> None:
+        self.params = params
+        self.seeds = _check_seeds(seeds)
+        self.generators = [keyed_generator("initial_noise", seed) for seed in self.seeds]
+        """One generator a row for the initial noise: pass them as the call's ``generator``."""
+        self._pipe = pipe
+        self._adapter = adapter
+        self._request: dict[str, Any] | None = None
+        self._recorder = CallRecorder()
+        self._stream_names: dict[int, str] = {}
+        self._schedulers: list[Any] = []
+        self._controllers: dict[str, FlowRolloutController] = {}
+        self._trajectory: RolloutTrajectory | None = None
+
+    @property
+    def trajectory(self) -> RolloutTrajectory:
+        """What the rollout left. Raises ``RolloutStateError`` before the scope has ended."""
+        if self._trajectory is None:
+            raise RolloutStateError(
+                "rollout: the trajectory is made when the scope ends; got an open or failed one; "
+                "read session.trajectory after the with block"
+            )
+        return self._trajectory
+
+    # -- the pipeline call ------------------------------------------------------------------------
+
+    def begin(self, arguments: Mapping[str, Any]) -> None:
+        """The pipeline is called: check its arguments before anything expensive runs."""
+        if self._request is not None:
+            raise RolloutStateError(
+                "rollout: the pipeline was called twice in one scope; got a second call; open one "
+                "scope a call"
+            )
+        if arguments.get("generator") is None and arguments.get("latents") is None:
+            raise RolloutParamsError(
+                "rollout: the initial noise would come from the global RNG; got generator None; "
+                "pass generator=session.generators, or latents="
+            )
+        for name in self._adapter.denoisers:
+            module = getattr(self._pipe, name, None)
+            if getattr(module, "is_cache_enabled", False):
+                raise RolloutParamsError(
+                    f"rollout: a cache changes what {name} computes from step to step, so replay "
+                    f"would differ; got a cache enabled; call {name}.disable_cache() first"
+                )
+        self._adapter.check_request(self._pipe, arguments)
+        self._request = dict(arguments)
+
+    # -- Observer of the schedulers ---------------------------------------------------------------
+
+    def add_scheduler(self, scheduler: Any) -> None:
+        """A scheduler component of the pipeline: its first stream, or the next one."""
+        names = self._adapter.streams
+        index = len(self._schedulers)
+        if index >= len(names):
+            raise RolloutParamsError(
+                f"rollout: more schedulers than this pipeline's streams {names}; got "
+                f"{type(scheduler).__name__}; declare the streams in an adapter"
+            )
+        self._schedulers.append(scheduler)
+        self._stream_names[id(scheduler)] = names[index]
+
+    def copied(self, original: Any, duplicate: Any) -> None:
+        """The pipeline copied its scheduler: a further stream, with the schedule it has so far."""
+        self.add_scheduler(duplicate)
+        if self._stream_names[id(original)] in self._controllers:
+            self.scheduled(duplicate)
+
+    def scheduled(self, scheduler: Any) -> None:
+        """The schedule is known: resolve the indices now, before the denoiser runs."""
+        name = self._stream_names[id(scheduler)]
+        held = self._controllers.get(name)
+        if held is not None and held.next_step:
+            raise RolloutStateError(
+                f"rollout: the schedule of stream {name!r} was set again after step "
+                f"{held.next_step}; got a second call or loop; open one scope a call"
+            )
+        convention = convention_of(scheduler)
+        terminal = torch.tensor([convention.terminal_timestep])
+        controller = FlowRolloutController(
+            self.params,
+            self.seeds,
+            stream=name,
+            sigmas=scheduler.sigmas,
+            timesteps=torch.cat([scheduler.timesteps.detach().cpu().float(), terminal]),
+            velocity_sign=convention.velocity_sign,
+        )
+        if controller.plan.sde_steps:
+            check_stochastic(scheduler)
+        self._controllers[name] = controller
+
+    def transition_of(self, scheduler: Any) -> Transition | None:
+        """The stream's controller, which takes every step of the request."""
+        name = self._stream_names[id(scheduler)]
+        if name not in self._controllers:
+            self.scheduled(scheduler)
+        return functools.partial(self._transition, name)
+
+    def _transition(self, name: str, velocity: Tensor, sample: Tensor, **how: Any) -> Tensor:
+        controller = self._controllers[name]
+        step = how["step"]
+        if step in controller.plan.replayable:
+            self._recorder.resolve_state(step, name, sample)
+        emitted = controller.transition(velocity, sample, **how)
+        if all(c.next_step > step for c in self._controllers.values()):
+            self._recorder.end_step()
+        return emitted
+
+    # -- the denoisers ----------------------------------------------------------------------------
+
+    def watch(self, name: str, module: nn.Module) -> Any:
+        """Record the calls of a denoiser; returns the hook's handle."""
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._controllers:
+                self._called(name, args, kwargs)
+
+        return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step = min(c.next_step for c in self._controllers.values())
+        if step >= min(c.plan.num_steps for c in self._controllers.values()):
+            raise RolloutStateError(
+                f"rollout: {name} was called after the last step; got a second denoising loop; "
+                "open one scope a call"
+            )
+        rows = self._adapter.num_rows(args, kwargs)
+        if rows is not None and rows != len(self.seeds):
+            raise RolloutParamsError(
+                f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for {rows} rows; "
+                f"pass {rows} seeds"
+            )
+        if any(step in c.plan.replayable for c in self._controllers.values()):
+            self._recorder.record(step, name, args, kwargs)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Build the trajectory. Raises ``RolloutStateError`` if there is none to build."""
+        if not any(c.next_step for c in self._controllers.values()):
+            raise RolloutStateError(
+                "rollout: no denoising step was taken in the scope; got "
+                f"{'a pipeline call' if self._request is not None else 'no pipeline call'} without "
+                "steps; call the pipeline inside the with block"
+            )
+        streams = {name: c.trajectory() for name, c in self._controllers.items()}
+        for name in self.params.sde_streams or ():
+            if name not in streams:
+                raise RolloutParamsError(
+                    f"RolloutParams.sde_streams: no such stream; got {name!r}; choose among "
+                    f"{sorted(streams)}"
+                )
+        request = self._request or {}
+        guidance = self._adapter.guidance(request)
+        self._check_calls(guidance)
+        self._trajectory = RolloutTrajectory(
+            streams=streams,
+            params=self.params,
+            conditions=(
+                Conditions(
+                    num_samples=len(self.seeds),
+                    steps=self._recorder.steps,
+                    batch_axes=self._adapter.batch_axes,
+                ),
+            ),
+            guidance=guidance,
+            request={k: v for k, v in request.items() if isinstance(v, (bool, int, float, str))},
+        )
+
+    def _check_calls(self, guidance: Mapping[str, float | bool]) -> None:
+        expected = self._adapter.calls_per_step(guidance)
+        for step, calls in self._recorder.steps.items():
+            if expected is not None and len(calls) != expected:
+                raise RolloutStateError(
+                    f"rollout: step {step} made {len(calls)} denoiser calls where {expected} were "
+                    f"expected; got guidance {dict(guidance)}; use the pipeline's own loop"
+                )
+
+
+@contextlib.contextmanager
+def rollout(
+    pipe: Any,
+    params: RolloutParams,
+    seeds: Sequence[int],
+    *,
+    adapter: PipelineAdapter | None = None,
+) -> Iterator[RolloutSession]:
+    """Turn one call of ``pipe`` in the scope into a rollout of ``len(seeds)`` rows.
+
+    Example::
+
+        with rollout(pipe, RolloutParams(sde_step_indices=[3, 4]), seeds=[11, 12]) as session:
+            pipe(["a cat", "a dog"], num_inference_steps=10, generator=session.generators)
+        x, x_next = session.trajectory.pair("image", 3)
+
+    The schedulers are swapped for copies that take the transitions, and the very same objects come
+    back, also after an exception; nothing else of the pipeline changes. Raises
+    ``RolloutParamsError`` for what cannot be rolled out, before the denoiser runs, and
+    ``RolloutStateError`` for a scope without steps, with two calls, or with an interrupted loop.
+    """
+    if not isinstance(pipe, (DiffusionPipeline, ModularPipeline)):
+        raise RolloutParamsError(
+            f"rollout: needs a diffusers pipeline; got {type(pipe).__name__}; for a loop of your "
+            "own see miles_rollout.hooks"
+        )
+    adapter = adapter or adapter_for(pipe)
+    session = RolloutSession(pipe, params, seeds, adapter)
+    denoisers = {
+        name: module
+        for name in adapter.denoisers
+        if isinstance(module := getattr(pipe, name, None), nn.Module)
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_exclusive({"the pipeline": pipe, **denoisers}))
+        for name, component in dict(pipe.components).items():
+            if isinstance(component, SchedulerMixin):
+                stack.enter_context(_swapped(pipe, name, component, session))
+        for name, module in denoisers.items():
+            stack.callback(session.watch(name, module).remove)
+        stack.enter_context(_observed_call(pipe, session))
+        yield session
+        session.finish()
+
+
+@contextlib.contextmanager
+def _exclusive(owned: Mapping[str, object]) -> Iterator[None]:
+    with _LOCK:
+        for name, thing in owned.items():
+            if id(thing) in _ACTIVE:
+                raise RolloutStateError(
+                    f"rollout: {name} is already in a rollout; got a second one; end the first "
+                    "scope, or use a pipeline with a denoiser of its own"
+                )
+        _ACTIVE.update({id(thing): thing for thing in owned.values()})
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for thing in owned.values():
+                _ACTIVE.pop(id(thing), None)
+
+
+@contextlib.contextmanager
+def _swapped(pipe: Any, name: str, original: Any, session: RolloutSession) -> Iterator[None]:
+    """Swap a scheduler behind the pipeline's back: assigning it would rewrite ``pipe.config``."""
+    plugged = accept_transition(original, session)
+    session.add_scheduler(plugged)
+    vars(pipe)[name] = plugged
+    try:
+        yield
+    finally:
+        vars(pipe)[name] = original
+
+
+@contextlib.contextmanager
+def _observed_call(pipe: Any, session: RolloutSession) -> Iterator[None]:
+    """Show the session the arguments of ``pipe(...)``, by a subclass that only looks at them."""
+    original = type(pipe)
+    signature = inspect.signature(original.__call__)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        session.begin({k: v for k, v in arguments.items() if k != "self"})
+        return original.__call__(self, *args, **kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    names = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")}
+    pipe.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
+    try:
+        yield
+    finally:
+        pipe.__class__ = original
+
+
+def _check_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    values = tuple(seeds)
+    for seed in values:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise RolloutParamsError(
+                f"rollout: seeds must be ints, one a row; got {seed!r}; pass seeds=[...]"
+            )
+    if not values:
+        raise RolloutParamsError("rollout: no seeds; got []; pass one seed a row")
+    return values

@@ -1,0 +1,185 @@
+"""Trajectories on disk: one safetensors file and one JSON file in a folder, no pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from miles_rollout.conditions import DenoiserCall, StreamState
+from miles_rollout.errors import RolloutStateError
+from miles_rollout.params import RolloutParams
+from miles_rollout.trajectory import Conditions, RolloutTrajectory, StreamTrajectory
+
+SCHEMA = 1
+"""Raised when what is written changes; other versions are refused."""
+
+_STREAM_TENSORS = (
+    "latents",
+    "latent_step_indices",
+    "timesteps",
+    "sigmas",
+    "log_probs",
+    "num_elements",
+    "mask",
+)
+
+
+def save_trajectory(trajectory: RolloutTrajectory, folder: Path) -> None:
+    """Write ``trajectory.safetensors`` and ``trajectory.json`` under ``folder``."""
+    table = _TensorTable()
+    document = {
+        "schema": SCHEMA,
+        "params": dataclasses.asdict(trajectory.params),
+        "guidance": dict(trajectory.guidance),
+        "request": dict(trajectory.request),
+        "streams": {name: _stream(table, s) for name, s in trajectory.streams.items()},
+        "conditions": [_conditions(table, c) for c in trajectory.conditions],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    document["strides"] = table.strides
+    save_file(table.tensors, folder / "trajectory.safetensors")
+    (folder / "trajectory.json").write_text(json.dumps(document, indent=1))
+
+
+def load_trajectory(folder: Path) -> RolloutTrajectory:
+    """Read what `save_trajectory` wrote, with the memory layout that the tensors had."""
+    for name in ("trajectory.json", "trajectory.safetensors"):
+        if not (folder / name).is_file():
+            raise RolloutStateError(
+                f"trajectory: {name} is missing; got folder {str(folder)!r}; give a folder that "
+                "RolloutTrajectory.save wrote"
+            )
+    document = json.loads((folder / "trajectory.json").read_text())
+    if document.get("schema") != SCHEMA:
+        raise RolloutStateError(
+            f"trajectory: {str(folder)!r} has another schema; got {document.get('schema')!r}; "
+            f"this version reads {SCHEMA}"
+        )
+    tensors = load_file(folder / "trajectory.safetensors")
+    for name, (size, stride) in document["strides"].items():
+        tensors[name] = torch.empty_strided(size, stride, dtype=tensors[name].dtype).copy_(
+            tensors[name].view(size)
+        )
+    return RolloutTrajectory(
+        streams={name: _read_stream(tensors, s) for name, s in document["streams"].items()},
+        params=RolloutParams(**document["params"]),
+        conditions=tuple(_read_conditions(tensors, c) for c in document["conditions"]),
+        guidance=document["guidance"],
+        request=document["request"],
+    )
+
+
+class _TensorTable:
+    """Distinct tensors under short names; a name stands for its tensor in the JSON."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.strides: dict[str, tuple[list[int], list[int]]] = {}
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> str:
+        if id(tensor) not in self._names:
+            name = f"t{len(self._names)}"
+            self._names[id(tensor)] = name
+            self._kept.append(tensor)
+            # safetensors refuses tensors that share storage, and forgets strides.
+            self.tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            if not tensor.is_contiguous():
+                self.strides[name] = (list(tensor.shape), list(tensor.stride()))
+        return self._names[id(tensor)]
+
+
+def _stream(table: _TensorTable, stream: StreamTrajectory) -> dict[str, Any]:
+    tensors = {name: getattr(stream, name) for name in _STREAM_TENSORS}
+    return {
+        "tensors": {name: table.add(t) for name, t in tensors.items() if t is not None},
+        "debug": {name: table.add(t) for name, t in stream.debug.items()},
+        "sde_step_indices": list(stream.sde_step_indices),
+        "velocity_sign": stream.velocity_sign,
+    }
+
+
+def _read_stream(tensors: dict[str, Tensor], document: dict[str, Any]) -> StreamTrajectory:
+    return StreamTrajectory(
+        **{name: tensors[ref] for name, ref in document["tensors"].items()},
+        debug={name: tensors[ref] for name, ref in document["debug"].items()},
+        sde_step_indices=tuple(document["sde_step_indices"]),
+        velocity_sign=document["velocity_sign"],
+    )
+
+
+def _conditions(table: _TensorTable, conditions: Conditions) -> dict[str, Any]:
+    return {
+        "num_samples": conditions.num_samples,
+        "batch_axes": dict(conditions.batch_axes),
+        "steps": {
+            str(step): [
+                {
+                    "module": call.module,
+                    "args": [_encode(table, arg) for arg in call.args],
+                    "kwargs": {k: _encode(table, v) for k, v in call.kwargs.items()},
+                }
+                for call in calls
+            ]
+            for step, calls in conditions.steps.items()
+        },
+    }
+
+
+def _read_conditions(tensors: dict[str, Tensor], document: dict[str, Any]) -> Conditions:
+    return Conditions(
+        num_samples=document["num_samples"],
+        batch_axes=document["batch_axes"],
+        steps={
+            int(step): [
+                DenoiserCall(
+                    call["module"],
+                    tuple(_decode(tensors, arg) for arg in call["args"]),
+                    {k: _decode(tensors, v) for k, v in call["kwargs"].items()},
+                )
+                for call in calls
+            ]
+            for step, calls in document["steps"].items()
+        },
+    )
+
+
+def _encode(table: _TensorTable, tree: Any) -> Any:
+    """A tree as JSON: a leaf that JSON lacks becomes a dict with one marked key."""
+    if isinstance(tree, Tensor):
+        return {"@tensor": table.add(tree)}
+    if isinstance(tree, StreamState):
+        return {"@state": [tree.stream, str(tree.dtype).removeprefix("torch.")]}
+    if isinstance(tree, torch.dtype):
+        return {"@dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, tuple):
+        return {"@tuple": [_encode(table, item) for item in tree]}
+    if isinstance(tree, list):
+        return [_encode(table, item) for item in tree]
+    if isinstance(tree, dict):
+        return {"@dict": {key: _encode(table, value) for key, value in tree.items()}}
+    return tree
+
+
+def _decode(tensors: dict[str, Tensor], tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_decode(tensors, item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, value),) = tree.items()
+    if kind == "@tensor":
+        return tensors[value]
+    if kind == "@state":
+        return StreamState(value[0], getattr(torch, value[1]))
+    if kind == "@dtype":
+        return getattr(torch, value)
+    if kind == "@tuple":
+        return tuple(_decode(tensors, item) for item in value)
+    return {key: _decode(tensors, item) for key, item in value.items()}
