@@ -1,0 +1,71 @@
+"""The tiny tokenizer's vocabulary: bytes, and whole words for the sentences that matter.
+
+Qwen-Image drops a fixed number of tokens from the front of its chat template, 34, counted with
+the real tokenizer. The words of the template are therefore single tokens here as well, so that
+exactly the user's prompt and the template's end are left. Any other word falls back to bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from miles_rollout.testing import shapes
+
+FILE = Path(__file__).parent / "data" / "tokenizer.json"
+
+SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+"""First in the vocabulary, in this order."""
+
+_SPACE = "\u0120"  # how byte-level BPE spells a space
+
+_AFTER_SPACE = (
+    "the image by detailing color shape size texture quantity text spatial relationships of "
+    "objects and background a an on in with photo picture cat dog robot "
+    f"{' '.join(shapes.PALETTE)} {' '.join(shapes.SHAPES)}"
+).split()
+_AT_START = ["Describe", "system", "user", "assistant"]
+
+
+def build() -> dict[str, Any]:
+    """The vocabulary and the merges, the same on every machine.
+
+    Each word is merged letter by letter from its front. Words after a space come first: a merge
+    inside of one can then never win over the merge that extends it from its space.
+    """
+    tokens = [*SPECIAL, *sorted(bytes_to_unicode().values())]
+    merges: dict[tuple[str, str], None] = {}
+    for word in [*(_SPACE + word for word in _AFTER_SPACE), *_AT_START]:
+        for end in range(1, len(word)):
+            merges[word[:end], word[end]] = None
+    tokens += [left + right for left, right in merges]
+    return {
+        "vocab": {token: index for index, token in enumerate(tokens)},
+        "merges": [list(merge) for merge in merges],
+    }
+
+
+def tokenizer() -> Qwen2Tokenizer:
+    """A real ``Qwen2Tokenizer`` over the committed vocabulary."""
+    data = json.loads(FILE.read_text(encoding="ascii"))
+    return Qwen2Tokenizer(
+        vocab=data["vocab"],
+        merges=[tuple(merge) for merge in data["merges"]],
+        model_max_length=1024,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(SPECIAL[1:]),
+    )
