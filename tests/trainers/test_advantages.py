@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -108,6 +109,16 @@ def test_every_group_sums_to_zero(batch, std):
     for group in ids.unique():
         bound = 1e-5 * (1 + float(advantages.abs().max()))
         assert abs(float(advantages[ids == group].sum())) <= bound
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+def test_rounding_does_not_depend_on_the_order(std):
+    # Summed from left to right these give 0, 1, 3 or 4.
+    rewards = [1e16, 1.0, -1e16, 3.0]
+    expected = group_advantages(rewards, [0] * 4, std=std, epsilon=0.0)
+    for order in itertools.permutations(range(4)):
+        moved = group_advantages([rewards[i] for i in order], [0] * 4, std=std, epsilon=0.0)
+        assert torch.equal(moved, expected[list(order)])
 
 
 def test_text_ids_are_refused():
