@@ -143,6 +143,8 @@ def export_lora(
     """Write the adapter for ``pipe_class.load_lora_weights(folder)`` of stock diffusers.
 
     Rank and alpha go into the file: without them a loader takes alpha = rank, another strength.
+    The tensors stay float32. On a bf16 pipeline stock diffusers rounds them to bf16 as it loads
+    them, so there the picture is close to that of training; in float32 it is the same.
     """
     attached = adapter_config(module, adapter_name)
     if (attached.r, attached.lora_alpha) != (config.rank, config.alpha):

@@ -1,8 +1,9 @@
 """A Weights & Biases run that can fail without anyone noticing but the log.
 
 Every call into W&B is guarded: whatever goes wrong there costs one warning and the rest of the W&B
-record, never the training. Each key gets ``iteration`` as its own x-axis; W&B's internal step is
-not used, since it drops what arrives out of order.
+record, never the training. (An online start waits up to W&B's 90 s for a server out of reach.) Each
+key gets ``iteration`` as its own x-axis; W&B's internal step is not used, since it drops what
+arrives out of order.
 """
 
 from __future__ import annotations

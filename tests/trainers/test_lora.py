@@ -1,4 +1,5 @@
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -321,11 +322,16 @@ def test_without_metadata_the_export_would_have_another_strength(tmp_path: Any) 
     assert not torch.equal(_picture(stock), _picture(pipe))
 
 
-def test_export_is_the_same_bytes_again(tmp_path: Any) -> None:
-    module = _adapted()
-    first = export_lora(QwenImagePipeline, module, tmp_path / "a", SMALL)
-    second = export_lora(QwenImagePipeline, module, tmp_path / "b", SMALL)
-    assert first.read_bytes() == second.read_bytes()
+def test_export_holds_the_float32_tensors_and_how_to_apply_them(tmp_path: Any) -> None:
+    module = _adapted(torch.bfloat16)
+    with safe_open(export_lora(QwenImagePipeline, module, tmp_path, SMALL), "pt") as file:
+        how = json.loads(file.metadata()["lora_adapter_metadata"])
+        held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert (how["transformer.r"], how["transformer.lora_alpha"]) == (4, 16.0)
+    tensors = _renamed(adapter_tensors(module), "transformer.")
+    assert held.keys() == tensors.keys()
+    assert all(torch.equal(held[name], tensors[name]) for name in held)
+    assert {value.dtype for value in held.values()} == {torch.float32}
 
 
 def test_export_refuses_a_config_that_is_not_the_adapters(tmp_path: Any) -> None:
