@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 from torch import Tensor
 
@@ -42,7 +42,7 @@ class RolloutParams:
 
     sde_type: SdeType = "sde"
     """The kind of the stochastic steps; "ode": there are none."""
-    noise_level: float = 0.7
+    noise_level: float | int = 0.7
     """eta of the papers."""
     sde_step_indices: Sequence[int] | None = None
     """None: every step that has a density. Empty: none."""
@@ -63,13 +63,14 @@ class RolloutParams:
             _refuse("sde_type", "unknown kind", self.sde_type, f"one of {', '.join(SDE_TYPES)}")
         if self.latent_dtype not in get_args(LatentDtype):
             _refuse("latent_dtype", "unknown", self.latent_dtype, '"pipeline" or "float32"')
-        self._check_noise_level()
+        for field in ("sde_step_indices", "return_step_indices", "sde_streams"):
+            object.__setattr__(self, field, _as_tuple(field, getattr(self, field)))
+        if not isinstance(self.stream_weights, str):
+            object.__setattr__(self, "stream_weights", dict(self.stream_weights))
         for field in ("sde_step_indices", "return_step_indices"):
             _check_indices(field, getattr(self, field))
+        self._check_noise_level()
         self._check_streams()
-        for field in ("sde_step_indices", "return_step_indices", "sde_streams"):
-            value = getattr(self, field)
-            object.__setattr__(self, field, None if value is None else tuple(value))
         if self.sde_type == "ode" and (self.sde_step_indices or self.sde_streams):
             _refuse(
                 "sde_type",
@@ -97,16 +98,21 @@ class RolloutParams:
             )
 
     def _check_streams(self) -> None:
-        if isinstance(self.sde_streams, str):
-            _refuse("sde_streams", "must be a list of names", self.sde_streams, "[name]")
         weights = self.stream_weights
         if isinstance(weights, str):
             if weights != "element":
                 _refuse("stream_weights", "unknown", weights, '"element" or {stream: weight}')
             return
+        if not weights:
+            _refuse("stream_weights", "no weights", weights, '"element" or {stream: weight}')
         for name, weight in weights.items():
-            if not math.isfinite(weight):
-                _refuse("stream_weights", f"weight of {name!r} is not finite", weight, "a number")
+            if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                _refuse(
+                    "stream_weights",
+                    f"weight of {name!r} is not a finite number",
+                    weight,
+                    "a number",
+                )
 
     @property
     def is_deterministic(self) -> bool:
@@ -124,8 +130,15 @@ class RolloutParams:
             self.sde_streams is not None and stream not in self.sde_streams
         ):
             return StepPlan(num_steps, (), boundaries)
-        flaws = {i: self._flaw(*values[i : i + 2]) for i in range(num_steps)}
+        flaws = {i: self._flaw(i, *values[i : i + 2]) for i in range(num_steps)}
         if self.sde_step_indices is None:
+            if all(flaws.values()):
+                _refuse(
+                    "sde_step_indices",
+                    f"no step of stream {stream!r} has a density: {flaws[0]}",
+                    f"{num_steps} steps",
+                    "more steps, or sde_step_indices=() for a deterministic rollout",
+                )
             return StepPlan(num_steps, tuple(i for i in flaws if not flaws[i]), boundaries)
         steps = _resolve("sde_step_indices", self.sde_step_indices, num_steps)
         for i in steps:
@@ -138,26 +151,29 @@ class RolloutParams:
                 )
         return StepPlan(num_steps, steps, boundaries)
 
-    def _flaw(self, s: float, n: float) -> str | None:
+    def _flaw(self, step: int, s: float, n: float) -> str | None:
         """Why the step from sigma s to n has no density, if it has none."""
         if not s > n:
             return f"sigma does not fall ({s:g} to {n:g})"
+        if self.sde_type == "sde" and s >= 1 and step > 0:
+            return "sde has an infinite std at sigma 1 after the first step"
         if self.sde_type == "cps" and n == 0:
             return "cps has std 0 onto the terminal sigma 0"
         return None
 
 
-def _check_indices(field: str, indices: Sequence[int] | None) -> None:
-    if indices is None:
-        return
-    if isinstance(indices, (str, int)) or not hasattr(indices, "__iter__"):
-        _refuse(field, "must be a list of ints", indices, "[] for none, None for all")
-    for index in indices:
+def _as_tuple(field: str, values: Any) -> tuple[Any, ...] | None:
+    if isinstance(values, str) or not isinstance(values, Iterable | None):
+        _refuse(field, "must be a list", values, "[..], () for none, or None for all")
+    return None if values is None else tuple(values)
+
+
+def _check_indices(field: str, indices: Sequence[Any] | None) -> None:
+    for i, index in enumerate(indices or ()):
         if isinstance(index, bool) or not isinstance(index, int):
-            _refuse(field, f"index {index!r} is not an int", list(indices), "ints, 0-based")
-    for index in indices:
-        if list(indices).count(index) > 1:
-            _refuse(field, f"index {index} is given twice", list(indices), "each index once")
+            _refuse(field, f"index {index!r} is not an int", indices, "ints, 0-based")
+        if index in (indices or ())[:i]:
+            _refuse(field, f"index {index} is given twice", indices, "each index once")
 
 
 def _resolve(field: str, indices: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -173,5 +189,5 @@ def _resolve(field: str, indices: Sequence[int] | None, count: int) -> tuple[int
     return tuple(range(count)) if indices is None else tuple(sorted(indices))
 
 
-def _refuse(field: str, problem: str, value: object, advice: str) -> None:
+def _refuse(field: str, problem: str, value: object, advice: str) -> NoReturn:
     raise RolloutParamsError(f"RolloutParams.{field}: {problem}; got {value!r}; set {advice}")

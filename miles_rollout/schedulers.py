@@ -13,7 +13,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -25,6 +25,7 @@ from miles_rollout.errors import RolloutParamsError
 SchedulerT = TypeVar("SchedulerT")
 
 
+@runtime_checkable
 class Transition(Protocol):
     """What takes a step in the scheduler's place: `FlowRolloutController.transition`, or yours."""
 
@@ -41,6 +42,7 @@ class Transition(Protocol):
         ...
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Learns what happens to a scheduler in a rollout; `rollout` has one."""
 
@@ -91,7 +93,8 @@ def _refuse(problem: str, value: object) -> None:
 
 def accept_transition(scheduler: SchedulerT, observer: Observer | None = None) -> SchedulerT:
     """A copy of ``scheduler`` whose ``step`` accepts ``transition=``; the original is untouched."""
-    duplicate: Any = object.__new__(_plugged(type(scheduler)))
+    base: Any = type(scheduler)
+    duplicate: Any = object.__new__(_plugged(base))
     vars(duplicate).update(copy.deepcopy(vars(scheduler)))
     vars(duplicate)["_rollout_observer"] = observer
     return duplicate

@@ -102,10 +102,10 @@ def flow_step(
     sample: Float[Tensor, "batch ..."],
     velocity: Float[Tensor, "batch ..."],
     *,
-    sigma: float | Tensor,
-    sigma_next: float | Tensor,
-    noise_level: float,
-    sigma_max: float | Tensor | None = None,
+    sigma: float | int | Tensor,
+    sigma_next: float | int | Tensor,
+    noise_level: float | int,
+    sigma_max: float | int | Tensor | None = None,
     noise: Float[Tensor, "batch ..."] | None = None,
     next_sample: Float[Tensor, "batch ..."] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
@@ -122,13 +122,19 @@ def flow_step(
     rows = sample.shape[0]
     sigmas = _per_row("sigma", sigma, rows)
     sigmas_next = _per_row("sigma_next", sigma_next, rows)
+    for s, n in zip(sigmas, sigmas_next, strict=True):
+        if not 1 >= s >= n >= 0 or s == 0:
+            raise RolloutParamsError(
+                f"flow_step: a step goes from sigma in (0, 1] down to sigma_next >= 0; got {s} to "
+                f"{n}; pass two neighbours of the scheduler's sigmas"
+            )
     denominators = sigmas
     if sde_type == "sde" and noise_level > 0:
         denominators = _denominators(sigmas, sigma_max)
     return _step_rows(
         sde_type,
         list(zip(sigmas, sigmas_next, denominators, strict=True)),
-        noise_level,
+        float(noise_level),
         sample,
         velocity,
         noise,
@@ -145,7 +151,7 @@ def schedule_step(
     *,
     sigmas: Float[Tensor, " boundaries"],
     step: int,
-    noise_level: float,
+    noise_level: float | int,
     noise: Float[Tensor, "batch ..."] | None = None,
     next_sample: Float[Tensor, "batch ..."] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
@@ -162,7 +168,7 @@ def schedule_step(
     return _step_rows(
         sde_type,
         [(s, n, denominator)] * sample.shape[0],
-        noise_level,
+        float(noise_level),
         sample,
         velocity,
         noise,
@@ -186,7 +192,8 @@ def _step_rows(
     dtype = torch.promote_types(torch.promote_types(sample.dtype, velocity.dtype), torch.float32)
     out_dtype = out_dtype or (dtype if next_sample is None else next_sample.dtype)
     mask = None if mask is None else torch.broadcast_to(mask, sample.shape)
-    keep_graph = torch.is_grad_enabled() and (velocity.requires_grad or sample.requires_grad)
+    inputs = [t for t in (sample, velocity, noise) if t is not None]
+    keep_graph = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     means = _Rows(sample.shape, dtype, sample.device, keep_graph)
     nexts = _Rows(sample.shape, out_dtype, sample.device, keep_graph)
     log_probs, stds = [], []
@@ -249,7 +256,7 @@ def _log_prob(
     """Mean over elements of the Gaussian log density, or of the bare -(residual)^2 (Flow-CPS)."""
     if std == 0 and normalised:
         return mean.new_zeros(())
-    residual = emitted.to(mean.dtype) - mean
+    residual = emitted.to(mean.dtype).contiguous() - mean
     square = residual * residual
     if mask is None:
         mean_square = square.sum() / max(square.numel(), 1)
@@ -264,7 +271,7 @@ def _check(
     sde_type: str,
     sample: Tensor,
     velocity: Tensor,
-    noise_level: float,
+    noise_level: float | int,
     noise: Tensor | None,
     next_sample: Tensor | None,
 ) -> None:
@@ -275,6 +282,11 @@ def _check(
     if not (math.isfinite(noise_level) and noise_level >= 0):
         raise RolloutParamsError(
             f"flow_step: noise_level must be finite and >= 0; got {noise_level}; set noise_level"
+        )
+    if sde_type == "cps" and noise_level > 1:
+        raise RolloutParamsError(
+            f"flow_step: cps keeps its coefficients only up to noise_level 1; got {noise_level}; "
+            "set 0 <= noise_level <= 1"
         )
     given = [name for name, t in (("noise", noise), ("next_sample", next_sample)) if t is not None]
     if sde_type == "ode" and given:
@@ -296,7 +308,7 @@ def _check(
             )
 
 
-def _per_row(name: str, sigma: float | Tensor, rows: int) -> list[float]:
+def _per_row(name: str, sigma: float | int | Tensor, rows: int) -> list[float]:
     values = sigma.double().flatten().tolist() if isinstance(sigma, Tensor) else [float(sigma)]
     if len(values) not in (1, rows):
         raise RolloutParamsError(
@@ -306,10 +318,12 @@ def _per_row(name: str, sigma: float | Tensor, rows: int) -> list[float]:
     return values * rows if len(values) == 1 else values
 
 
-def _denominators(sigmas: list[float], sigma_max: float | Tensor | None) -> list[float]:
-    if 1.0 in sigmas and sigma_max is None:
+def _denominators(sigmas: list[float], sigma_max: float | int | Tensor | None) -> list[float]:
+    if 1.0 not in sigmas:
+        return sigmas
+    if sigma_max is None or not 0 <= float(sigma_max) < 1:
         raise RolloutParamsError(
-            "flow_step: the sde std is infinite at sigma 1; got sigma_max None; pass the second "
-            "sigma of the full schedule as sigma_max"
+            f"flow_step: the sde std is infinite at sigma 1; got sigma_max {sigma_max}; pass the "
+            "second sigma of the full schedule as sigma_max"
         )
-    return [float(sigma_max) if s == 1.0 and sigma_max is not None else s for s in sigmas]
+    return [float(sigma_max) if s == 1.0 else s for s in sigmas]
