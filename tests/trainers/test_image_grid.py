@@ -29,7 +29,7 @@ def test_caption_is_the_prompts_start_and_the_reward() -> None:
 def test_sheet_holds_every_image_and_its_caption(tmp_path: Path) -> None:
     colours = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]])
     images = [c[:, None, None].expand(3, 32, 32) for c in colours]
-    save_grid(tmp_path / "new" / "a.png", images, ["red", "green", "blue | 猫 " + "w" * 300])
+    save_grid(tmp_path / "new" / "a.png", images, ["red", "green", "blue | \u732b " + "w" * 300])
     save_grid(tmp_path / "b.png", images, ["red", "green", ""])
     with Image.open(tmp_path / "new" / "a.png") as sheet, Image.open(tmp_path / "b.png") as bare:
         colors = {c for _, c in sheet.getcolors(1 << 16)}
