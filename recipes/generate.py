@@ -1,0 +1,86 @@
+"""Pictures from a checkpoint: ``python -m recipes.generate CHECKPOINT PROMPT [PROMPT ...]``.
+
+CHECKPOINT is a folder like ``runs/x/checkpoints/iteration_000060``, or a run's ``output_dir`` for
+its latest one. Sampling is deterministic: the same seed gives the same pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from miles_rollout import RolloutEngine
+from miles_rollout.errors import MilesRolloutError
+from trainers.build import RunError, build_device, load_policy_pipeline
+from trainers.checkpoint import latest_checkpoint, load_checkpoint
+from trainers.config import TrainConfig
+from trainers.evaluation import DETERMINISTIC
+from trainers.image_grid import save_grid, to_pil
+from trainers.policy import Policy
+
+
+def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, count: int) -> Path:
+    """Write ``count`` pictures a prompt and a contact sheet under ``out``."""
+    tensors, state = load_checkpoint(find(checkpoint))
+    config = TypeAdapter(TrainConfig).validate_python(state["config"])
+    engine = RolloutEngine(load_policy_pipeline(config, build_device(config.model.device)))
+    policy = Policy(engine, config.model.lora, seed=config.seed)
+    policy.load(tensors["policy"])
+    out.mkdir(parents=True, exist_ok=True)
+    images: list[Tensor] = []
+    captions: list[str] = []
+    for batch in engine.generate(
+        prompts,
+        count,
+        DETERMINISTIC,
+        seed=seed,
+        negative_prompt=config.rollout.negative_prompt,
+        **config.rollout.sampling(),
+    ):
+        rows = zip(batch.media or [], batch.prompts, batch.group_ids.tolist(), strict=True)
+        for media, prompt, group in rows:
+            assert media.image is not None
+            to_pil(media.image).save(out / f"prompt_{group:03d}_sample_{len(images):03d}.png")
+            images.append(media.image)
+            captions.append(prompt)
+    save_grid(out / "grid.png", images, captions)
+    return out / "grid.png"
+
+
+def find(checkpoint: Path) -> Path:
+    """The checkpoint itself, or the latest of a run. Raises ``RunError`` if there is none."""
+    if (checkpoint / "state.json").is_file():
+        return checkpoint
+    latest = latest_checkpoint(checkpoint / "checkpoints")
+    if latest is None:
+        raise RunError(
+            f"generate: no checkpoint there; got {str(checkpoint)!r}; give a run's output_dir or a "
+            "folder like runs/x/checkpoints/iteration_000060"
+        )
+    return latest
+
+
+def main() -> None:
+    """Parse ``sys.argv``; a mistake of the user is one line on stderr and exit code 2."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("prompts", nargs="+")
+    parser.add_argument("--out", type=Path, default=Path("generated"), help="folder for the PNGs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1, help="pictures a prompt")
+    a = parser.parse_args()
+    try:
+        print(generate(a.checkpoint, a.prompts, a.out, seed=a.seed, count=a.count))
+    except MilesRolloutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

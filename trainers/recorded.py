@@ -1,0 +1,87 @@
+"""Rollouts on disk: record an iteration's samples and scores, and train on them again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from miles_rollout import RolloutBatch, RolloutEngine, RolloutTrajectory
+from miles_rollout.errors import MilesRolloutError
+from trainers.rewards.scoring import Scores
+
+
+class RecordedRolloutError(MilesRolloutError, RuntimeError):
+    """There is no recorded rollout where one was to be read."""
+
+
+def with_media(batch: RolloutBatch, engine: RolloutEngine) -> RolloutBatch:
+    """Decode a batch that was generated without."""
+    media = engine.decode(batch.latents, **batch.trajectory.request)
+    return replace(batch, media=media)
+
+
+def save_rollout(
+    root: Path, iteration: int, batches: Sequence[RolloutBatch], scores: Scores
+) -> None:
+    """Write ``root/iteration_000003/{chunk_000/, scores.safetensors, rollout.json}``."""
+    folder = root / f"iteration_{iteration:06d}"
+    chunks = []
+    for i, batch in enumerate(batches):
+        batch.trajectory.save(folder / f"chunk_{i:03d}")
+        save_file(dict(batch.latents), folder / f"chunk_{i:03d}" / "latents.safetensors")
+        chunks.append(
+            {
+                "prompts": batch.prompts,
+                "group_ids": batch.group_ids.tolist(),
+                "sample_ids": batch.sample_ids.tolist(),
+                "metadata": [dict(m) for m in batch.metadata],
+            }
+        )
+    tensors = {f"component:{name}": values for name, values in scores.components.items()}
+    tensors |= {"total": scores.total, "masked": scores.masked}
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "scores.safetensors")
+    document = {"chunks": chunks, "errors": list(scores.errors)}
+    (folder / "rollout.json").write_text(json.dumps(document, indent=1))
+
+
+def load_rollout(root: Path, iteration: int) -> tuple[list[RolloutBatch], Scores]:
+    """Read what `save_rollout` wrote. Raises ``RecordedRolloutError`` for an iteration not there."""
+    folder = root / f"iteration_{iteration:06d}"
+    if not (folder / "rollout.json").is_file():
+        found = sorted(path.name for path in root.glob("iteration_*"))
+        raise RecordedRolloutError(
+            f"debug.load_rollouts: no recorded rollout of iteration {iteration}; got {found} in "
+            f"{root}; set iterations to {len(found)} or record more with debug.save_rollouts"
+        )
+    document = json.loads((folder / "rollout.json").read_text())
+    batches = []
+    for i, chunk in enumerate(document["chunks"]):
+        part = folder / f"chunk_{i:03d}"
+        batches.append(
+            RolloutBatch(
+                trajectory=RolloutTrajectory.load(part),
+                latents=load_file(part / "latents.safetensors"),
+                prompts=chunk["prompts"],
+                group_ids=torch.tensor(chunk["group_ids"]),
+                sample_ids=torch.tensor(chunk["sample_ids"]),
+                metadata=chunk["metadata"],
+            )
+        )
+    tensors = load_file(folder / "scores.safetensors")
+    components = {
+        name.removeprefix("component:"): values
+        for name, values in tensors.items()
+        if name.startswith("component:")
+    }
+    scores = Scores(
+        total=tensors["total"],
+        components=components,
+        masked=tensors["masked"],
+        errors=tuple(document["errors"]),
+    )
+    return batches, scores
