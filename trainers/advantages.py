@@ -34,7 +34,7 @@ def group_advantages(
     group_ids: Tensor | Sequence[Any],
     *,
     std: Literal["batch", "group", "none"] = "batch",
-    epsilon: float = 1e-4,
+    epsilon: float | int = 1e-4,
 ) -> Float[Tensor, " samples"]:
     """One advantage a sample, float32, on the device of ``rewards``."""
     if std not in ("batch", "group", "none"):

@@ -41,7 +41,7 @@ METRIC_REDUCTIONS: Mapping[str, Literal["mean", "max"]] = {
 }
 """How the terms of each metric become one number. All of them are finite for one element too."""
 
-ClipRange = float | tuple[float, float]
+ClipRange = float | int | tuple[float | int, float | int]
 """A ratio is clipped to 1 - low .. 1 + high; one number is both."""
 
 
@@ -55,7 +55,7 @@ def grpo_loss(
     advantages: Float[Tensor, "..."],
     *,
     clip_range: ClipRange,
-    adv_clip_max: float,
+    adv_clip_max: float | int,
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
     """The mean loss and its metrics; arguments as in ``grpo_loss_terms``."""
     loss, metric_terms = grpo_loss_terms(
@@ -74,7 +74,7 @@ def grpo_loss_terms(
     advantages: Float[Tensor, "..."],
     *,
     clip_range: ClipRange,
-    adv_clip_max: float,
+    adv_clip_max: float | int,
 ) -> tuple[Float[Tensor, "..."], dict[str, Tensor]]:
     """The loss of every element, with graph, and the terms of every metric, without.
 
@@ -106,7 +106,7 @@ def reduce_metrics(metric_terms: Mapping[str, Tensor]) -> dict[str, float]:
 def mean_kl(
     mean: Float[Tensor, "batch ..."],
     ref_mean: Float[Tensor, "batch ..."],
-    std: Float[Tensor, "..."] | float,
+    std: Float[Tensor, "..."] | float | int,
 ) -> Float[Tensor, " batch"]:
     """KL between two Gaussian steps of one std: ``(mean - ref_mean)^2 / (2 std^2)``.
 
@@ -162,7 +162,7 @@ def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
             f"grpo_loss: clip_range must be positive and finite; got {clip_range}; set a number "
             "such as 1e-4 or (low, high)"
         )
-    return low, high
+    return float(low), float(high)
 
 
 def _per_element(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor) -> Tensor:
