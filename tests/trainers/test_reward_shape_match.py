@@ -8,7 +8,7 @@ from miles_rollout import Media
 from miles_rollout.testing import shapes
 from trainers.rewards.shape_match import shape_match
 
-PROMPTS = [*shapes.TRAIN_PROMPTS, *shapes.HELD_OUT_PROMPTS]
+PROMPTS = [*shapes.TRAIN_PROMPTS, *shapes.HELD_OUT_PROMPTS][::3]
 RED_CIRCLE = "a red circle on a blue background"
 
 
