@@ -8,7 +8,7 @@ not stored at all: a `StreamState` stands for it and is filled in from the traje
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,12 +35,19 @@ class DenoiserCall:
     module: str
     args: tuple[Tree, ...]
     kwargs: Mapping[str, Tree]
+    autocast: torch.dtype | None = None
+    """The dtype of the autocast scope it ran in, if it ran in one."""
 
     def map(self, fn: Callable[[str, Any], Any]) -> DenoiserCall:
         """Apply ``fn(name, leaf)`` to every leaf; a positional argument is named by its index."""
         args = tuple(map_tree(fn, arg, str(i)) for i, arg in enumerate(self.args))
         kwargs = {name: map_tree(fn, value, name) for name, value in self.kwargs.items()}
-        return DenoiserCall(self.module, args, kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+    def autocast_scope(self) -> torch.autocast:
+        """The autocast state that the call ran in, whatever the state of now."""
+        device = tensors_of({0: [self]})[0].device.type
+        return torch.autocast(device, dtype=self.autocast, enabled=self.autocast is not None)
 
 
 StepCalls = Mapping[int, Sequence[DenoiserCall]]
@@ -93,15 +100,27 @@ class CallRecorder:
         self._snapshots: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._touched: set[int] = set()
 
+    # Tensors born in inference mode could never be trained on.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def record(self, step: int, module: str, args: tuple[Tree, ...], kwargs: Tree) -> None:
         """Snapshot one call of ``step``."""
         call = DenoiserCall(module, args, kwargs).map(self._leaf)
-        self.steps.setdefault(step, []).append(call)
+        device = tensors_of({step: [call]})[0].device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        self.steps.setdefault(step, []).append(replace(call, autocast=autocast))
 
     def resolve_state(self, step: int, stream: str, sample: Tensor) -> None:
-        """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed."""
+        """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed.
+
+        A strided sample keeps its snapshots: the trajectory's states are contiguous, and a kernel
+        may round otherwise for another layout.
+        """
         known = self._snapshots.get(id(sample))
-        if known is None or known[0] is not sample or known[1] != _version(sample):
+        if known is None or known[0] is not sample or not sample.is_contiguous():
+            return
+        version = version_of(sample)
+        if known[1] != version or (version < 0 and not torch.equal(known[2], sample)):
             return
         snapshot, state = known[2], StreamState(stream, sample.dtype)
         self.steps[step] = [
@@ -111,7 +130,12 @@ class CallRecorder:
         del self._snapshots[id(sample)]
 
     def end_step(self) -> None:
-        """Forget the originals that this step's calls did not use, so that they can be freed."""
+        """Forget the originals that this step's calls did not use, so that they can be freed.
+
+        A step without recorded calls forgets nothing: the next one may use the same prompt.
+        """
+        if not self._touched:
+            return
         self._snapshots = {k: v for k, v in self._snapshots.items() if k in self._touched}
         self._touched = set()
 
@@ -123,15 +147,25 @@ class CallRecorder:
                 f"rollout: the denoiser's argument {name!r} cannot be recorded for replay; got a "
                 f"{type(leaf).__name__}; pass tensors, numbers, strings or containers of them"
             )
-        version = _version(leaf)
+        version = version_of(leaf)
         known = self._snapshots.get(id(leaf))
         if version < 0 or known is None or known[0] is not leaf or known[1] != version:
-            known = (leaf, version, leaf.detach().clone())
+            known = (leaf, version, _snapshot(leaf))
             self._snapshots[id(leaf)] = known
         self._touched.add(id(leaf))
         return known[2]
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     """The in-place counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    """A copy in storage of its own, with the same strides unless rows share memory."""
+    if 0 in tensor.stride():
+        return tensor.detach().clone(memory_format=torch.contiguous_format)
+    copy = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
+    return copy.copy_(tensor)

@@ -8,6 +8,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from miles_rollout.conditions import version_of
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_noise
 from miles_rollout.params import RolloutParams
@@ -64,6 +65,8 @@ class FlowRolloutController:
         """Every step was taken."""
         return self.next_step == self.plan.num_steps
 
+    # Tensors born in inference mode could never be trained on.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def transition(
         self,
@@ -101,28 +104,32 @@ class FlowRolloutController:
         emitted = next_x.to(out_dtype)
         if self.done:
             self._capture(step + 1, next_x)
-        self._emitted = (emitted, _version(emitted))
+        self._emitted = (emitted, version_of(emitted))
         return emitted
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def trajectory(self) -> StreamTrajectory:
-        """What was recorded. Raises ``RolloutStateError`` before the last step was taken."""
+        """What was recorded. Raises ``RolloutStateError`` before the last step, or after a NaN."""
         if not self.done:
             raise RolloutStateError(
                 f"rollout: stream {self.stream!r} was interrupted after {self.next_step} of "
                 f"{self.plan.num_steps} steps; got no complete trajectory; run the whole loop"
             )
+        log_probs = torch.stack(self._log_probs, dim=1)
+        self._check_finite(log_probs)
         kept = sorted(self._latents)
         rows = len(self._seeds)
         latents = [self._latents[b] for b in kept]
-        num_elements = torch.full((rows,), self._numel, dtype=torch.int64)
+        num_elements = torch.full((rows,), self._numel, device=log_probs.device)
         if self._mask is not None:
-            num_elements = self._mask.flatten(1).sum(1).cpu()
+            num_elements = self._mask.flatten(1).sum(1)
         return StreamTrajectory(
             latents=_stack(latents) if latents else torch.empty(rows, 0),
             latent_step_indices=torch.tensor(kept, dtype=torch.int64),
-            timesteps=self._timesteps,
-            sigmas=self._sigmas,
-            log_probs=torch.stack(self._log_probs, dim=1),
+            timesteps=self._timesteps.clone(),
+            sigmas=self._sigmas.clone(),
+            log_probs=log_probs,
             sde_step_indices=self.plan.sde_steps,
             num_elements=num_elements,
             mask=self._mask,
@@ -169,9 +176,9 @@ class FlowRolloutController:
         else:
             next_x = ode(velocity.to(torch.float32) if keeps_float32 else velocity, x)
         self._log_probs.append(torch.zeros(len(x), device=x.device))
-        zeros = torch.zeros(x.shape, device=x.device)
-        std = zeros.flatten(1)[:, :1].reshape(-1, *[1] * (x.ndim - 1))
-        self._keep_debug(velocity=velocity, mean=next_x.to(torch.float32), std=std, noise=zeros)
+        if self.params.debug:
+            std = torch.zeros(len(x), *[1] * (x.ndim - 1), device=x.device)
+            self._keep_debug(velocity=velocity, mean=next_x, std=std, noise=torch.zeros_like(x))
         return next_x
 
     def _keep_debug(self, **tensors: Tensor) -> None:
@@ -182,6 +189,20 @@ class FlowRolloutController:
         self._numel = state[0].numel()
         if boundary in self.plan.boundaries:
             self._latents[boundary] = state.detach().clone(memory_format=torch.contiguous_format)
+
+    def _check_finite(self, log_probs: Tensor) -> None:
+        """One look at the end, since a NaN stays: a look a step would stall the accelerator."""
+        assert self._emitted is not None
+        finite = torch.isfinite(log_probs)
+        rows = finite.all(1) & torch.isfinite(self._emitted[0]).flatten(1).all(1)
+        if not rows.all():
+            row = int(rows.logical_not().nonzero()[0])
+            bad = finite[row].logical_not().nonzero().flatten().tolist()
+            where = f"log-prob of step {bad[0]}" if bad else "final latent"
+            raise RolloutStateError(
+                f"rollout: sample {row} of stream {self.stream!r} is not finite; got a NaN or "
+                f"infinite {where}; check the denoiser's weights, dtype and guidance scale"
+            )
 
     def _check(self, step: int, sample: Tensor) -> None:
         if step != self.next_step:
@@ -198,7 +219,7 @@ class FlowRolloutController:
         if self._emitted is None or not (near_noise or self.params.latent_dtype == "float32"):
             return
         emitted, version = self._emitted
-        if sample is emitted and _version(sample) == version:
+        if sample is emitted and version_of(sample) == version:
             return
         if sample is emitted or not torch.equal(sample.to(emitted.dtype), emitted):
             raise RolloutStateError(
@@ -206,10 +227,6 @@ class FlowRolloutController:
                 "next to a stochastic step, so its log-prob would describe another sample; got a "
                 "changed latent; remove the callback that changes it, or declare it in an adapter"
             )
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _stack(latents: list[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from miles_rollout.conditions import DenoiserCall
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.media import Media
 from miles_rollout.noise import derive_seed, keyed_generator
 from miles_rollout.params import RolloutParams
@@ -70,7 +70,7 @@ class RolloutEngine:
     def __init__(self, pipe: Any, adapter: PipelineAdapter | None = None) -> None:
         self.pipe = pipe
         self.adapter = adapter or adapter_for(pipe)
-        self._encodings: dict[tuple[str, int | None], Encoding] = {}
+        self._encodings: dict[tuple[str, int | None, torch.dtype], Encoding] = {}
 
     @classmethod
     def from_pretrained(cls, name: str, **kwargs: Any) -> RolloutEngine:
@@ -88,15 +88,16 @@ class RolloutEngine:
         After all prompts of a run are encoded, the text encoder can leave the device:
         ``engine.pipe.text_encoder.to("cpu")``.
         """
+        dtype = self.pipe.dtype  # of the whole pipeline: what was encoded before a cast is stale
         for prompt in prompts:
             if not isinstance(prompt, str):
                 raise RolloutParamsError(
                     f"RolloutEngine.encode: prompts are strings; got {prompt!r}; pass a list of str"
                 )
-            key = (prompt, max_sequence_length)
+            key = (prompt, max_sequence_length, dtype)
             if key not in self._encodings:
-                self._encodings[key] = self.adapter.encode(self.pipe, *key)
-        return [self._encodings[prompt, max_sequence_length] for prompt in prompts]
+                self._encodings[key] = self.adapter.encode(self.pipe, prompt, max_sequence_length)
+        return [self._encodings[prompt, max_sequence_length, dtype] for prompt in prompts]
 
     # -- generate ---------------------------------------------------------------------------------
 
@@ -124,28 +125,65 @@ class RolloutEngine:
         ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise.
         ``sampling`` goes to the pipeline; an argument that it does not know is an error.
         """
-        self._check_generate(prompts, group_size, chunk_size, metadata, prompt_ids, sampling)
         ids = list(range(len(prompts)) if prompt_ids is None else prompt_ids)
-        extra = [{} for _ in prompts] if metadata is None else list(metadata)
-        negatives = self._negatives(negative_prompt, len(prompts), sampling)
-        self.encode(prompts, max_sequence_length=max_sequence_length)
+        self._check_generate(prompts, group_size, chunk_size, metadata, ids, sampling)
+        for name, value in (
+            ("seed", seed),
+            ("iteration", iteration),
+            *(("prompt_ids", i) for i in ids),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise RolloutParamsError(
+                    f"RolloutEngine.generate: {name} must be int; got {value!r}; pass an int"
+                )
+        if max_sequence_length is not None:
+            sampling["max_sequence_length"] = max_sequence_length
+        return self._chunks(
+            list(prompts),
+            self._negatives(negative_prompt, len(prompts), sampling),
+            ids,
+            [{} for _ in prompts] if metadata is None else list(metadata),
+            params,
+            key=(seed, iteration),
+            group_size=group_size,
+            chunk_size=chunk_size or len(prompts),
+            same_noise=same_noise,
+            decode=decode,
+            sampling=sampling,
+        )
+
+    def _chunks(
+        self,
+        prompts: list[str],
+        negatives: list[str] | None,
+        ids: list[int],
+        metadata: list[Mapping[str, Any]],
+        params: RolloutParams,
+        *,
+        key: tuple[int, int],
+        group_size: int,
+        chunk_size: int,
+        same_noise: bool,
+        decode: bool,
+        sampling: dict[str, Any],
+    ) -> Iterator[RolloutBatch]:
+        longest = sampling.get("max_sequence_length")
+        encoded = self.encode(prompts, max_sequence_length=longest)
+        negative = None
+        if negatives is not None:
+            negative = self.encode(negatives, max_sequence_length=longest)
         rows = [(g, p) for g in range(group_size) for p in range(len(prompts))]
-        chunk_size = chunk_size or len(prompts)
         for start in range(0, len(rows), chunk_size):
             chunk = rows[start : start + chunk_size]
-            encodings = self.encode(
-                [prompts[p] for _, p in chunk], max_sequence_length=max_sequence_length
+            arguments = self.adapter.collate(
+                [encoded[p] for _, p in chunk],
+                None if negative is None else [negative[p] for _, p in chunk],
             )
-            negative = None
-            if negatives is not None:
-                negative = self.encode(
-                    [negatives[p] for _, p in chunk], max_sequence_length=max_sequence_length
-                )
             trajectory, latents = self._roll_out(
                 params,
-                seeds=[derive_seed("sample", seed, iteration, ids[p], g) for g, p in chunk],
-                initial=[(seed, iteration, ids[p], 0 if same_noise else g) for g, p in chunk],
-                arguments=self.adapter.collate(encodings, negative) | sampling,
+                seeds=[derive_seed("sample", *key, ids[p], g) for g, p in chunk],
+                initial=[(*key, ids[p], 0 if same_noise else g) for g, p in chunk],
+                arguments=arguments | sampling,
             )
             yield RolloutBatch(
                 trajectory=trajectory,
@@ -153,7 +191,7 @@ class RolloutEngine:
                 prompts=[prompts[p] for _, p in chunk],
                 group_ids=torch.tensor([ids[p] for _, p in chunk]),
                 sample_ids=torch.tensor([g for g, _ in chunk]),
-                metadata=[extra[p] for _, p in chunk],
+                metadata=[metadata[p] for _, p in chunk],
                 media=self.decode(latents, **trajectory.request) if decode else None,
             )
 
@@ -193,7 +231,6 @@ class RolloutEngine:
                 f"RolloutEngine.generate: one negative prompt, or one a prompt; got {len(values)} "
                 f"for {count} prompts; pass a string"
             )
-        self.encode(values)
         return values
 
     def _check_generate(
@@ -243,7 +280,8 @@ class RolloutEngine:
 
         ``samples`` are rows of the trajectory (None: all). With the batch of the rollout and the
         same weights, velocity and log-prob are bitwise those of the rollout. Raises
-        ``RolloutParamsError`` for a step or a row that was not recorded.
+        ``RolloutParamsError`` for a step or a row that was not recorded, and ``RolloutStateError``
+        for a log-prob that is not finite.
         """
         if step not in trajectory.replayable_steps:
             raise RolloutParamsError(
@@ -261,18 +299,24 @@ class RolloutEngine:
                 name: stream.latent(step)[rows].contiguous()
                 for name, stream in trajectory.streams.items()
             }
-            outputs = [self._call(call) for call in conditions.calls(step, states)]
-            for name, velocity in self.adapter.combine(outputs, trajectory.guidance).items():
+            calls = conditions.calls(step, states)
+            with calls[0].autocast_scope():
+                outputs = [self._call(call) for call in calls]
+                parts = self.adapter.combine(outputs, trajectory.guidance)
+            for name, velocity in parts.items():
                 velocities.setdefault(name, []).append(velocity)
             start = rows.stop
         streams = {
-            name: self._score(
-                trajectory, name, step, parts[0] if len(parts) == 1 else torch.cat(parts)
-            )
-            for name, parts in velocities.items()
+            name: self._score(trajectory, name, step, torch.cat(pieces))
+            for name, pieces in velocities.items()
             if step in trajectory.streams[name].sde_step_indices
         }
         joint = trajectory.joint({name: s.log_prob for name, s in streams.items()}, step)
+        if not torch.isfinite(joint).all():
+            raise RolloutStateError(
+                f"RolloutEngine.replay: the log-prob of step {step} is not finite; got "
+                f"{joint.tolist()}; check the denoiser's weights, dtype and guidance scale"
+            )
         return Replay(streams=streams, log_prob=joint)
 
     def _call(self, call: DenoiserCall) -> Any:

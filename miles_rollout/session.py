@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class RolloutSession:
         self.seeds = _check_seeds(seeds)
         self.generators = [keyed_generator("initial_noise", seed) for seed in self.seeds]
         """One generator a row for the initial noise: pass them as the call's ``generator``."""
+        self._check_streams(adapter.streams)
         self._pipe = pipe
         self._adapter = adapter
         self._request: dict[str, Any] | None = None
@@ -150,6 +151,7 @@ class RolloutSession:
     def watch(self, name: str, module: nn.Module) -> Any:
         """Record the calls of a denoiser; returns the hook's handle."""
 
+        @torch.compiler.disable
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._controllers:
                 self._called(name, args, kwargs)
@@ -183,12 +185,7 @@ class RolloutSession:
                 "steps; call the pipeline inside the with block"
             )
         streams = {name: c.trajectory() for name, c in self._controllers.items()}
-        for name in self.params.sde_streams or ():
-            if name not in streams:
-                raise RolloutParamsError(
-                    f"RolloutParams.sde_streams: no such stream; got {name!r}; choose among "
-                    f"{sorted(streams)}"
-                )
+        self._check_streams(streams)
         request = self._request or {}
         guidance = self._adapter.guidance(request)
         self._check_calls(guidance)
@@ -205,6 +202,21 @@ class RolloutSession:
             guidance=guidance,
             request={k: v for k, v in request.items() if isinstance(v, (bool, int, float, str))},
         )
+
+    def _check_streams(self, streams: Collection[str]) -> None:
+        """Names that match nothing would turn a stream's training off without a word."""
+        weights = self.params.stream_weights
+        named = {
+            "sde_streams": self.params.sde_streams or (),
+            "stream_weights": () if isinstance(weights, str) else weights,
+        }
+        for field, names in named.items():
+            for name in names:
+                if name not in streams:
+                    raise RolloutParamsError(
+                        f"RolloutParams.{field}: no such stream; got {name!r}; choose among "
+                        f"{', '.join(streams)}"
+                    )
 
     def _check_calls(self, guidance: Mapping[str, float | bool]) -> None:
         expected = self._adapter.calls_per_step(guidance)

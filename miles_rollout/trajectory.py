@@ -101,7 +101,9 @@ class Conditions:
             if not isinstance(leaf, Tensor):
                 return leaf
             axis = self._axis(name)
-            return leaf if axis is None else leaf.index_select(axis, _index(rows, leaf))
+            if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
+                return leaf
+            return leaf.index_select(axis, _index(rows, leaf))
 
         def cut_lists(call: DenoiserCall) -> DenoiserCall:
             kwargs = {
@@ -170,10 +172,7 @@ class RolloutTrajectory:
         return torch.stack(columns, dim=1)
 
     def joint(
-        self,
-        log_probs: Mapping[str, Float[Tensor, " rows"]],
-        step: int,
-        num_elements: Mapping[str, Tensor] | None = None,
+        self, log_probs: Mapping[str, Float[Tensor, " rows"]], step: int
     ) -> Float[Tensor, " rows"]:
         """Join per-stream log-probs of one step by the weights that `params` asks for."""
         live = [n for n, s in self.streams.items() if step in s.sde_step_indices]
@@ -184,7 +183,7 @@ class RolloutTrajectory:
             return sum((log_probs[n] * weights.get(n, 0.0) for n in live), torch.zeros(()))
         if len(live) == 1:
             return log_probs[live[0]]
-        counts = num_elements or {n: self.streams[n].num_elements for n in live}
+        counts = {n: self.streams[n].num_elements for n in live}
         total = sum(counts[n] for n in live)
         return sum((log_probs[n] * counts[n] for n in live), torch.zeros(())) / total
 
@@ -211,8 +210,10 @@ class RolloutTrajectory:
     def select(self, samples: Sequence[int] | Tensor) -> RolloutTrajectory:
         """The trajectory of some samples, in the order given. Raises for one out of range."""
         rows = samples.tolist() if isinstance(samples, Tensor) else list(samples)
+        if not rows:
+            raise RolloutParamsError("trajectory: no samples; got []; select at least one")
         for row in rows:
-            if not 0 <= row < self.num_samples:
+            if isinstance(row, bool) or not 0 <= row < self.num_samples:
                 raise RolloutParamsError(
                     f"trajectory: no sample {row}; got {rows}; choose in 0..{self.num_samples - 1}"
                 )
@@ -238,6 +239,8 @@ class RolloutTrajectory:
     @staticmethod
     def cat(trajectories: Sequence[RolloutTrajectory]) -> RolloutTrajectory:
         """Join rollouts of one plan along the batch; raises if they differ in more than rows."""
+        if not trajectories:
+            raise RolloutParamsError("RolloutTrajectory.cat: nothing to join; got []; pass some")
         first, *rest = trajectories
         for other in rest:
             _check_joinable(first, other)
@@ -298,11 +301,17 @@ def _index(rows: Sequence[int], like: Tensor) -> Tensor:
     return torch.tensor(rows, dtype=torch.long, device=like.device)
 
 
+def _numbers(request: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in request.items() if not isinstance(value, str)}
+
+
 def _check_joinable(first: RolloutTrajectory, other: RolloutTrajectory) -> None:
     same = {
         "streams": list(first.streams) == list(other.streams),
         "params": first.params == other.params,
         "guidance": first.guidance == other.guidance,
+        # Two sizes can have one number of tokens; prompts may differ.
+        "request": _numbers(first.request) == _numbers(other.request),
     }
     for name in first.streams if same["streams"] else ():
         a, b = first.streams[name], other.streams[name]
@@ -310,7 +319,10 @@ def _check_joinable(first: RolloutTrajectory, other: RolloutTrajectory) -> None:
         same[f"{name}.latent_step_indices"] = torch.equal(
             a.latent_step_indices, b.latent_step_indices
         )
+        same[f"{name}.timesteps"] = torch.equal(a.timesteps, b.timesteps)
         same[f"{name}.shape"] = a.latents.shape[1:] == b.latents.shape[1:]
+        same[f"{name}.dtype"] = a.latents.dtype == b.latents.dtype
+        same[f"{name}.mask"] = (a.mask is None) == (b.mask is None)
     different = [what for what, equal in same.items() if not equal]
     if different:
         raise RolloutParamsError(

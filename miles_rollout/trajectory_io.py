@@ -125,6 +125,7 @@ def _conditions(table: _TensorTable, conditions: Conditions) -> dict[str, Any]:
                     "module": call.module,
                     "args": [_encode(table, arg) for arg in call.args],
                     "kwargs": {k: _encode(table, v) for k, v in call.kwargs.items()},
+                    "autocast": _encode(table, call.autocast),
                 }
                 for call in calls
             ]
@@ -143,6 +144,7 @@ def _read_conditions(tensors: dict[str, Tensor], document: dict[str, Any]) -> Co
                     call["module"],
                     tuple(_decode(tensors, arg) for arg in call["args"]),
                     {k: _decode(tensors, v) for k, v in call["kwargs"].items()},
+                    _decode(tensors, call["autocast"]),
                 )
                 for call in calls
             ]
