@@ -27,7 +27,7 @@ setup(
         "safetensors>=0.5",
         "numpy>=1.26",
         "pillow>=10",
-        "pydantic>=2.6",
+        "pydantic>=2.12",
         "pyyaml>=6.0",
         "tqdm>=4.66",
         "wandb>=0.20",
