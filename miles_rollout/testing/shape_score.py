@@ -7,6 +7,8 @@ because a picture that misses one of them does not show the scene:
 - the named colour inside the fitted shape,
 - the named background everywhere outside it, border included,
 - the fit of the named shape, absolute and against the other shapes.
+
+A shape much smaller than any drawing counts for less: a dot would pass for all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from miles_rollout.testing import shapes
 
 _TOLERANCE = 0.25  # RGB distance at which a colour's score has fallen to 1/e
 _CONTRAST = 0.04  # IoU lead over another shape that makes the named one e times as likely
+_MIN_AREA = 0.05  # share of the picture, below that of any square drawing
 _MAX_SIDE = 32  # larger pictures are averaged down: fitting needs no more
 _SHIFTS = (-0.7, 0.0, 0.7)  # pixels around the centre of mass
 _SCALES = (0.85, 0.92, 1.0, 1.08, 1.16)  # around the radius that the mask's area implies
@@ -46,7 +49,8 @@ def score(image: Float[Tensor, "3 height width"], scene: shapes.Scene) -> float:
     leads = torch.stack([other - iou for other, _ in fits.values()])
     likeness = 1 / torch.exp(leads / _CONTRAST).sum()
     quality = ((iou - 0.4) / 0.45).clamp(0, 1)
-    return float(color * background * likeness * quality)
+    size = (mask.mean() / _MIN_AREA).clamp(max=1)
+    return float(color * background * likeness * quality * size)
 
 
 def _shrink(image: Float[Tensor, "3 height width"]) -> Float[Tensor, "3 small_height small_width"]:

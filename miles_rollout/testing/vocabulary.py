@@ -64,7 +64,7 @@ def tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=data["vocab"],
         merges=[tuple(merge) for merge in data["merges"]],
-        model_max_length=1024,
+        model_max_length=131072,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=list(SPECIAL[1:]),

@@ -87,6 +87,12 @@ def test_a_wrong_border_and_a_second_shape_cost():
     assert max(spoiled) < whole - 0.15
 
 
+def test_a_dot_scores_less_than_a_drawing():
+    image = torch.tensor(shapes.PALETTE["blue"]).view(3, 1, 1).repeat(1, 32, 32)
+    image[:, 13:18, 13:18] = torch.tensor(shapes.PALETTE["red"]).view(3, 1, 1)
+    assert scores([image], ["a red square on a blue background"]) < 0.5
+
+
 def test_a_prompt_that_names_no_scene_is_refused():
     with pytest.raises(ValueError, match="names no scene; got 'a cat'; write"):
         scores(renders([RED_CIRCLE]), ["a cat"])
