@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +44,8 @@ def save_trajectory(trajectory: RolloutTrajectory, folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     document["strides"] = table.strides
+    # Written last and removed first: a crash in between leaves nothing that could be loaded.
+    (folder / "trajectory.json").unlink(missing_ok=True)
     save_file(table.tensors, folder / "trajectory.safetensors")
     (folder / "trajectory.json").write_text(json.dumps(document, indent=1))
 
@@ -55,13 +58,22 @@ def load_trajectory(folder: Path) -> RolloutTrajectory:
                 f"trajectory: {name} is missing; got folder {str(folder)!r}; give a folder that "
                 "RolloutTrajectory.save wrote"
             )
-    document = json.loads((folder / "trajectory.json").read_text())
-    if document.get("schema") != SCHEMA:
+    try:
+        document = json.loads((folder / "trajectory.json").read_text())
+        schema = document.get("schema")
+        if schema == SCHEMA:
+            return _read(document, load_file(folder / "trajectory.safetensors"))
+    except (AttributeError, LookupError, TypeError, ValueError, SafetensorError) as error:
         raise RolloutStateError(
-            f"trajectory: {str(folder)!r} has another schema; got {document.get('schema')!r}; "
-            f"this version reads {SCHEMA}"
-        )
-    tensors = load_file(folder / "trajectory.safetensors")
+            f"trajectory: {str(folder)!r} is damaged; got {error!r}; save it again"
+        ) from error
+    raise RolloutStateError(
+        f"trajectory: {str(folder)!r} has another schema; got {schema!r}; this version reads "
+        f"{SCHEMA}"
+    )
+
+
+def _read(document: dict[str, Any], tensors: dict[str, Tensor]) -> RolloutTrajectory:
     for name, (size, stride) in document["strides"].items():
         tensors[name] = torch.empty_strided(size, stride, dtype=tensors[name].dtype).copy_(
             tensors[name].view(size)
