@@ -33,8 +33,9 @@ def main(doc: str, *, default: str) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "urllib3", "diffusers", "transformers"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    paths = [s for s in arguments.sources if "=" not in s]
-    overrides = [s for s in arguments.sources if "=" in s]
+    # A folder such as runs/lr=1e-4 has an equals sign too.
+    paths = [s for s in arguments.sources if "=" not in s or Path(s).is_file()]
+    overrides = [s for s in arguments.sources if s not in paths]
     try:
         config = load(TrainConfig, paths or [ROOT / default], overrides)
         if arguments.dry_run:

@@ -10,7 +10,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from miles_rollout import RolloutEngine
@@ -18,6 +17,7 @@ from miles_rollout.errors import MilesRolloutError
 from trainers.build import RunError, build_device, load_policy_pipeline
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
+from trainers.config_loader import from_tree
 from trainers.evaluation import DETERMINISTIC
 from trainers.image_grid import save_grid, to_pil
 from trainers.policy import Policy
@@ -25,8 +25,9 @@ from trainers.policy import Policy
 
 def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, count: int) -> Path:
     """Write ``count`` pictures a prompt and a contact sheet under ``out``."""
-    tensors, state = load_checkpoint(find(checkpoint))
-    config = TypeAdapter(TrainConfig).validate_python(state["config"])
+    folder = find(checkpoint)
+    tensors, state = load_checkpoint(folder)
+    config = from_tree(TrainConfig, state["config"], str(folder))
     engine = RolloutEngine(load_policy_pipeline(config, build_device(config.model.device)))
     policy = Policy(engine, config.model.lora, seed=config.seed)
     policy.load(tensors["policy"])
@@ -39,12 +40,14 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
         DETERMINISTIC,
         seed=seed,
         negative_prompt=config.rollout.negative_prompt,
-        **config.rollout.sampling(),
+        **config.rollout.sampling() | {"num_inference_steps": config.eval.num_inference_steps},
     ):
-        rows = zip(batch.media or [], batch.prompts, batch.group_ids.tolist(), strict=True)
-        for media, prompt, group in rows:
+        ids = zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
+        for media, prompt, (group, number) in zip(
+            batch.media or [], batch.prompts, ids, strict=True
+        ):
             assert media.image is not None
-            to_pil(media.image).save(out / f"prompt_{group:03d}_sample_{len(images):03d}.png")
+            to_pil(media.image).save(out / f"prompt_{group:03d}_sample_{number:03d}.png")
             images.append(media.image)
             captions.append(prompt)
     save_grid(out / "grid.png", images, captions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ from trainers.config import TrainConfig
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
 from trainers.grpo import GRPO
+from trainers.lora import WEIGHTS_NAME
 from trainers.policy import Policy
+from trainers.recorded import check_rollouts
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
 from trainers.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 class RunError(MilesRolloutError, RuntimeError):
@@ -54,6 +59,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
         timeout_s=config.scoring.timeout_s,
         max_masked_fraction=config.scoring.max_masked_fraction,
     )
+    if config.debug.load_rollouts:
+        check_rollouts(Path(config.debug.load_rollouts), range(config.iterations))
     return Inputs(
         train_prompts=train,
         eval_prompts=held_out,
@@ -67,13 +74,13 @@ def run(config: TrainConfig) -> Path:
     inputs = read_inputs(config)
     checkpoint = find_checkpoint(config)
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
+    output_dir = _make_output_dir(config)
     trainer = build_trainer(config, inputs)
     if saved is not None and checkpoint is not None:
         trainer.restore(*saved)
-        # A kill between a checkpoint and its export leaves the first without the second.
-        trainer.policy.export(checkpoint)
-    output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+        if not (checkpoint / WEIGHTS_NAME).exists():  # killed between a checkpoint and its export
+            trainer.policy.export(checkpoint)
+        _set_later_aside(trainer.checkpoints, trainer.iteration)
     (output_dir / "config.yaml").write_text(to_yaml(config))
     resume_from = trainer.iteration if config.resume else None
     with Tracker(output_dir, config.tracking, to_tree(config), resume_from=resume_from) as tracker:
@@ -83,8 +90,6 @@ def run(config: TrainConfig) -> Path:
 
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
-    if config.model.num_threads is not None:
-        torch.set_num_threads(config.model.num_threads)
     engine = RolloutEngine(load_policy_pipeline(config, inputs.device))
     algorithm = GRPO(config.algorithm)
     policy = Policy(
@@ -106,31 +111,71 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
 
 
 def load_policy_pipeline(config: TrainConfig, device: torch.device) -> Any:
-    """The configured pipeline, on its device."""
-    return load_pipeline(config.model.pipeline, getattr(torch, config.model.dtype)).to(device)
+    """The configured pipeline, on its device, with the configured threads."""
+    model = config.model
+    if model.num_threads is not None:
+        torch.set_num_threads(model.num_threads)
+    try:
+        pipe = load_pipeline(model.pipeline, getattr(torch, model.dtype))
+    except OSError as error:  # what diffusers raises for a name or a file that is not there
+        raise RunError(
+            f"model.pipeline: cannot be loaded; got {model.pipeline!r} "
+            f"({str(error).strip().splitlines()[0]}); set a folder, a hub name that can be reached, "
+            "or a tiny pipeline's name"
+        ) from error
+    return pipe.to(device)
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """Where to resume from, or None for a fresh start. Raises ``RunError`` for an occupied folder."""
     output_dir = Path(config.output_dir)
     latest = latest_checkpoint(output_dir / "checkpoints")
-    if config.resume is False:
-        metrics = output_dir / "metrics.jsonl"
-        if latest is not None or (metrics.exists() and metrics.stat().st_size):
-            raise RunError(
-                f"output_dir: holds another run, which would be lost; got {str(output_dir)!r}; set "
-                "resume=true to go on with it, or another output_dir"
-            )
-        return None
     if config.resume is True or config.resume == "latest":
+        if latest is None:
+            logger.info("resume: no checkpoint in %s yet, from the beginning", output_dir)
         return latest
-    folder = Path(config.resume)
-    if not (folder / "state.json").is_file():
+    folder = Path(config.resume) if config.resume else None
+    if folder is not None and not (folder / "state.json").is_file():
         raise RunError(
             f"resume: no checkpoint there; got {str(folder)!r}; set true for the latest one of "
             "output_dir, or a folder like runs/x/checkpoints/iteration_000010"
         )
+    if folder is not None and folder.resolve().parent == (output_dir / "checkpoints").resolve():
+        return folder
+    metrics = output_dir / "metrics.jsonl"
+    if latest is not None or (metrics.exists() and metrics.stat().st_size):
+        raise RunError(
+            f"output_dir: holds another run, which would be lost; got {str(output_dir)!r}; set "
+            "resume=true to go on with it, or another output_dir"
+        )
     return folder
+
+
+def _make_output_dir(config: TrainConfig) -> Path:
+    """Before the model is loaded: hours later is too late to hear of a folder without access."""
+    output_dir = Path(config.output_dir)
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"output_dir: cannot be made; got {str(output_dir)!r} ({error.strerror}); set another "
+            "folder"
+        ) from error
+    return output_dir
+
+
+def _set_later_aside(root: Path, iteration: int) -> None:
+    """Move checkpoints after ``iteration``, which is trained anew, where no one takes them for ours."""
+    later = [f for f in root.glob("iteration_*") if int(f.name.partition("_")[2]) > iteration]
+    if not later:
+        return
+    number = 1
+    while (aside := root / f"abandoned_{number}").exists():
+        number += 1
+    aside.mkdir()
+    for folder in later:
+        folder.rename(aside / folder.name)
+    logger.warning("resume: %d later checkpoints are now in %s", len(later), aside)
 
 
 def build_device(name: str) -> torch.device:

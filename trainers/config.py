@@ -18,7 +18,7 @@ from trainers.grpo import GRPOConfig
 from trainers.lora import LoraConfig
 from trainers.rewards.scoring import RewardConfig
 from trainers.tracking import TrackingConfig
-from trainers.windows import AllSteps, Window
+from trainers.windows import AllSteps, RandomWindow, Window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +44,11 @@ class ModelConfig:
         check_pipeline_name(self.pipeline)
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"must be at least 1 or null; got num_threads {self.num_threads}")
+        if self.lora is None and self.dtype != "float32":
+            raise ValueError(
+                f"weights in {self.dtype} lose small updates, 0.02 - 1e-5 is 0.02; got lora null; "
+                "set dtype float32, or a lora, whose weights are float32"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,14 +115,19 @@ class RolloutConfig:
                 f"negative_prompt has no effect at true_cfg_scale {self.true_cfg_scale}; set "
                 "true_cfg_scale above 1 or negative_prompt null"
             )
-        windows = [self.window.choose(i, self.num_inference_steps, 0) for i in range(256)]
+        steps = self.window.choose(0, self.num_inference_steps, 0)
+        self.params(steps)
         last = self.num_inference_steps - 1
-        if self.sde_type == "cps" and any(last in window for window in windows):
+        if isinstance(self.window, RandomWindow):
+            start = self.window.start_max
+            reach = last if start is None else start + self.window.size - 1
+        else:
+            reach = max(steps)
+        if self.sde_type == "cps" and reach == last:
             raise ValueError(
                 f"cps has no density in the last step {last}, which ends at sigma 0; leave it out "
                 "of the window, for example by window.exclude_last true"
             )
-        self.params(windows[0])
 
     @property
     def num_samples(self) -> int:
@@ -196,6 +206,12 @@ class OptimConfig:
                 f"lr and warmup_updates must be >= 0 and max_grad_norm > 0; got {self.lr}, "
                 f"{self.warmup_updates}, {self.max_grad_norm}"
             )
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be within 0..1, 1 excluded; got {self.betas}")
+        if self.eps < 0 or self.weight_decay < 0:
+            raise ValueError(
+                f"eps and weight_decay must be >= 0; got {self.eps}, {self.weight_decay}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,6 +266,12 @@ class ChecksConfig:
     max_ratio_abs_minus_1: float = 1e-3
     """Of the first update, where the policy is the one that sampled: rollout against replay."""
 
+    def __post_init__(self) -> None:
+        if self.max_ratio_abs_minus_1 < 0:
+            raise ValueError(
+                f"max_ratio_abs_minus_1 must be >= 0; got {self.max_ratio_abs_minus_1}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DebugConfig:
@@ -260,7 +282,7 @@ class DebugConfig:
     save_rollouts: bool = False
     """Write trajectories and scores to ``output_dir/rollouts``."""
     load_rollouts: str | None = None
-    """A folder of that kind: nothing is sampled or scored."""
+    """A folder of that kind, with all iterations of this run: only evaluation samples and scores."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +296,8 @@ class TrainConfig:
     seed: int = 0
     iterations: int = 60
     resume: bool | str = False
-    """true: go on from the last checkpoint in ``output_dir``, if there is one; or its folder."""
+    """true or "latest": go on from the last checkpoint in ``output_dir``, if there is one; else the
+    folder of a checkpoint."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -297,6 +320,12 @@ class TrainConfig:
             raise ValueError(
                 f"optim.updates_per_iteration must divide the iteration's {self.rollout.num_chunks} "
                 f"chunks of {self.rollout.rows} rows; got {updates}; set rollout.chunk_size"
+            )
+        micro = self.optim.micro_batch_size
+        if micro is not None and micro > self.rollout.rows:
+            raise ValueError(
+                f"optim.micro_batch_size splits chunks and joins none; got {micro} above the "
+                f"{self.rollout.rows} rows of a chunk; set it to null, or rollout.chunk_size higher"
             )
         if self.debug.save_rollouts and self.debug.load_rollouts:
             raise ValueError(

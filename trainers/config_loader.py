@@ -53,16 +53,14 @@ def load(cls: type[ConfigT], paths: Sequence[str | Path], overrides: Sequence[st
         draft.read(path)
     for override in overrides:
         draft.override(override)
-    try:
-        config = draft.validate()
-    except ValidationError as error:
-        try:
-            config = draft.reread(error).validate()
-        except ValidationError as again:
-            raise ConfigError("\n".join(draft.problems + draft.explain(again))) from None
-    if draft.problems:
-        raise ConfigError("\n".join(draft.problems))
-    return config
+    return draft.finish()
+
+
+def from_tree(cls: type[ConfigT], tree: Mapping[str, Any], label: str) -> ConfigT:
+    """The config that `to_tree` gave, e.g. back from a checkpoint; ``label`` says whose, in errors."""
+    draft = _Draft(cls)
+    draft.merge(draft.tree, tree, (), _Source(label))
+    return draft.finish()
 
 
 def to_tree(config: Any) -> dict[str, Any]:
@@ -181,6 +179,19 @@ class _Draft:
                 for name in [n for n in old if self.origin.get((*here, n)) == _DEFAULTS]:
                     del old[name]
             self.merge(old, value, here, source)
+
+    def finish(self) -> Any:
+        """The config, or ``ConfigError`` with every mistake."""
+        try:
+            config = self.validate()
+        except ValidationError as error:
+            try:
+                config = self.reread(error).validate()
+            except ValidationError as again:
+                raise ConfigError("\n".join(self.problems + self.explain(again))) from None
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return config
 
     def validate(self) -> Any:
         """As JSON: strict, and yet lists become tuples and mappings become dataclasses."""

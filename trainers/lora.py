@@ -9,6 +9,7 @@ a seed of their own, and a target that matches nothing is an error. Using what i
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import warnings
@@ -167,8 +168,18 @@ def export_lora(
         transformer_lora_adapter_metadata=metadata,
         weight_name=partial.name,
     )
+    _sort_header(partial)
     partial.replace(path)
     return path
+
+
+def _sort_header(path: Path) -> None:
+    """safetensors writes its metadata in a random order: sorted, equal adapters are equal files."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:start]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[start:])
 
 
 def _initialise(module: nn.Module, config: LoraConfig, seed: int, adapter_name: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def save_rollout(
     root: Path, iteration: int, batches: Sequence[RolloutBatch], scores: Scores
 ) -> None:
     """Write ``root/iteration_000003/{chunk_000/, scores.safetensors, rollout.json}``."""
-    folder = root / f"iteration_{iteration:06d}"
+    folder = _folder(root, iteration)
+    shutil.rmtree(folder, ignore_errors=True)
     chunks = []
     for i, batch in enumerate(batches):
         batch.trajectory.save(folder / f"chunk_{i:03d}")
@@ -49,15 +51,22 @@ def save_rollout(
     (folder / "rollout.json").write_text(json.dumps(document, indent=1))
 
 
+def check_rollouts(root: Path, iterations: Iterable[int]) -> None:
+    """Raise ``RecordedRolloutError`` unless ``root`` holds all of these."""
+    missing = [i for i in iterations if not (_folder(root, i) / "rollout.json").is_file()]
+    if missing:
+        found = sorted(path.parent.name for path in root.glob("iteration_*/rollout.json"))
+        raise RecordedRolloutError(
+            f"debug.load_rollouts: no recorded rollout of iteration {missing[0]}; got "
+            f"{len(found)} in {str(root)!r}; set iterations to {len(found)} or record more with "
+            "debug.save_rollouts"
+        )
+
+
 def load_rollout(root: Path, iteration: int) -> tuple[list[RolloutBatch], Scores]:
     """Read what `save_rollout` wrote. Raises ``RecordedRolloutError`` for an iteration not there."""
-    folder = root / f"iteration_{iteration:06d}"
-    if not (folder / "rollout.json").is_file():
-        found = sorted(path.name for path in root.glob("iteration_*"))
-        raise RecordedRolloutError(
-            f"debug.load_rollouts: no recorded rollout of iteration {iteration}; got {found} in "
-            f"{root}; set iterations to {len(found)} or record more with debug.save_rollouts"
-        )
+    check_rollouts(root, [iteration])
+    folder = _folder(root, iteration)
     document = json.loads((folder / "rollout.json").read_text())
     batches = []
     for i, chunk in enumerate(document["chunks"]):
@@ -85,3 +94,7 @@ def load_rollout(root: Path, iteration: int) -> tuple[list[RolloutBatch], Scores
         errors=tuple(document["errors"]),
     )
     return batches, scores
+
+
+def _folder(root: Path, iteration: int) -> Path:
+    return root / f"iteration_{iteration:06d}"

@@ -68,13 +68,13 @@ class Trainer:
             len(self.train_prompts), config.rollout.num_prompts, config.seed
         )
         optim = config.optim
-        self.optimizer = torch.optim.AdamW(
-            policy.parameters.values(),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-        )
+        self._settings: dict[str, Any] = {
+            "lr": optim.lr,
+            "betas": optim.betas,
+            "eps": optim.eps,
+            "weight_decay": optim.weight_decay,
+        }
+        self.optimizer = torch.optim.AdamW(policy.parameters.values(), **self._settings)
         self.iteration = 0
         self.num_updates = 0
         self.best: dict[str, float] = {}
@@ -106,11 +106,13 @@ class Trainer:
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
-        """Continue from what `save` wrote."""
+        """Continue from what `save` wrote; settings are those of the config of now."""
         self.policy.load(tensors["policy"])
         unpack_optimizer(
             self.optimizer, list(self.policy.parameters), tensors["optimizer"], state["optimizer"]
         )
+        for group in self.optimizer.param_groups:
+            group.update(self._settings)  # the config's, which may have changed since
         self.iteration = state["iteration"]
         self.num_updates = state["num_updates"]
         self.best = dict(state["best"])
@@ -125,13 +127,13 @@ class Trainer:
             while self.iteration < total:
                 self._one_iteration(tracker, bar)
                 bar.update()
-        evaluation = self._evaluate()
-        if self.policy.has_reference:
-            self._show_before_and_after()
-        images = {"eval/samples": _sample_images(evaluation)}
-        tracker.log(self.iteration, evaluation.metrics(), images=images)
+        # Saved first: an evaluation may fail.
         if not checkpoint_folder(self.checkpoints, self.iteration).exists():
             self.save()
+        evaluation = self._evaluate()
+        tracker.log(self.iteration, evaluation.metrics(), images=self._eval_images(evaluation))
+        if self.policy.has_reference:
+            self._show_before_and_after()
 
     def _one_iteration(self, tracker: Tracker, bar: tqdm[Any]) -> None:
         started = time.perf_counter()
@@ -141,12 +143,11 @@ class Trainer:
         if self.iteration == 0 or (every and self.iteration % every == 0):
             evaluation = self._evaluate()
             metrics |= evaluation.metrics()
-            images["eval/samples"] = _sample_images(evaluation)
+            images |= self._eval_images(evaluation)
         clock = _Clock()
         batches, scores = self._rollout(clock)
         group_ids = torch.cat([batch.group_ids for batch in batches])
-        rewards = torch.where(scores.masked, torch.nan, scores.total)
-        advantages = self.algorithm.advantages(rewards, group_ids)
+        advantages = self.algorithm.advantages(scores.total, group_ids)
         metrics |= _reward_metrics(scores, group_ids) | _log_prob_metrics(batches)
         if tracker.wants_media(self.iteration):
             images["rollout/samples"] = _batch_images(batches, scores)
@@ -224,8 +225,15 @@ class Trainer:
             )
         ]
         optim = self.config.optim
-        per_update = len(chunks) // optim.updates_per_iteration
+        per_update, left = divmod(len(chunks), optim.updates_per_iteration)
+        if left:
+            raise TrainingError(
+                f"train: the chunks of this rollout do not split into equal updates; got "
+                f"{len(chunks)} for optim.updates_per_iteration {optim.updates_per_iteration}; set "
+                "a divisor"
+            )
         result: dict[str, float] = {}
+        records: list[dict[str, float]] = []
         histograms: dict[str, Tensor] = {}
         for update in range(optim.updates_per_iteration):
             lr = self._set_lr()
@@ -240,16 +248,15 @@ class Trainer:
             )
             self.num_updates += 1
             reduced = metrics.reduce() | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr}
+            records.append(reduced)
             if update == 0:
-                # The policy of the first update is the one that sampled: the gap is pure error.
                 gaps = metrics.step_gaps()
-                result |= {f"train/{name}": value for name, value in reduced.items()}
                 result |= {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
                 self._check_consistency(reduced["ratio_abs_minus_1"], gaps)
             histograms[f"train/ratios/update_{update}"] = metrics.ratios
             for name in ("ratio_abs_minus_1", "clipfrac", "loss", "grad_norm"):
                 result[f"train/{name}/update_{update}"] = reduced[name]
-        return result, histograms
+        return _over_updates(records) | result, histograms
 
     def _set_lr(self) -> float:
         warmup = self.config.optim.warmup_updates
@@ -279,11 +286,22 @@ class Trainer:
         if evaluation.mean > self.best.get("reward", -float("inf")):
             self.best = {"iteration": self.iteration, "reward": evaluation.mean}
             if self.iteration:
-                best = self.save()
-                _write_atomically(
-                    self.checkpoints / "best.json", {**self.best, "folder": best.name}
-                )
+                self.save()
+        self._point_to_best()
         return evaluation
+
+    def _point_to_best(self) -> None:
+        """Keep ``best.json`` true, also after a kill at any moment."""
+        folder = checkpoint_folder(self.checkpoints, int(self.best["iteration"]))
+        pointer = self.checkpoints / "best.json"
+        if folder.exists():
+            _write_atomically(pointer, {**self.best, "folder": folder.name})
+        else:
+            pointer.unlink(missing_ok=True)
+
+    def _eval_images(self, evaluation: Evaluation) -> dict[str, list[SampleImage]]:
+        wanted = self.config.tracking.media_every > 0
+        return {"eval/samples": _sample_images(evaluation)} if wanted else {}
 
     def _show_before_and_after(self) -> None:
         pair = before_and_after(
@@ -315,6 +333,18 @@ class _Clock:
         started = time.perf_counter()
         yield
         self.seconds[name] += time.perf_counter() - started
+
+
+_FIRST_UPDATE = ("ratio_abs_minus_1", "log_prob_mean_abs_diff", "log_prob_max_abs_diff")
+"""There the policy is the one that sampled, so these are pure error; later they are the training."""
+
+
+def _over_updates(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """``train/*`` of an iteration: the mean over its updates, except for what tells of errors."""
+    means = {name: sum(r[name] for r in records) / len(records) for name in records[0]}
+    means |= {name: records[0][name] for name in _FIRST_UPDATE if name in means}
+    means["lr"] = records[-1]["lr"]
+    return {f"train/{name}": value for name, value in means.items()}
 
 
 def _reward_metrics(scores: Scores, group_ids: Tensor) -> dict[str, float]:
@@ -361,14 +391,26 @@ def _sample_images(evaluation: Evaluation) -> list[SampleImage]:
 
 def _warn_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Say which settings of a resumed run are not those of the run that it continues."""
+    ours = ("iterations", "resume", "output_dir", "tracking", "debug")
+    before, now = (
+        _leaves({key: value for key, value in tree.items() if key not in ours})
+        for tree in (saved, current)
+    )
     changed = [
-        f"{key} {saved.get(key)!r} -> {value!r}"
-        for key, value in current.items()
-        if key not in ("iterations", "resume", "output_dir", "tracking", "debug")
-        and saved.get(key) != value
+        f"{key} {before.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
     ]
     if changed:
         logger.warning("resume: settings differ from the saved run's: %s", "; ".join(changed))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
+        leaves |= inner or {f"{prefix}{key}": value}
+    return leaves
 
 
 def _write_atomically(path: Path, content: Mapping[str, Any]) -> None:

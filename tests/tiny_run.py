@@ -1,0 +1,57 @@
+"""A whole run on the tiny Qwen-Image with random weights: small, quick, and the same every time."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trainers.build import build_trainer, read_inputs
+from trainers.config import TrainConfig
+from trainers.config_loader import load
+from trainers.tracking import Tracker
+from trainers.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OVERRIDES = (
+    "iterations=2",
+    "model.pipeline=tiny-qwen-image",
+    "model.device=cpu",
+    "model.num_threads=1",
+    "model.lora={rank: 4, alpha: 8}",
+    f"data.train={ROOT / 'configs/prompts/shapes_train.txt'}",
+    f"data.eval={ROOT / 'configs/prompts/shapes_eval.txt'}",
+    "rollout.num_prompts=2",
+    "rollout.group_size=4",
+    "rollout.num_inference_steps=4",
+    "rollout.window={type: fixed, steps: [0, 2]}",
+    "rewards=[{name: jpeg_compressibility}]",
+    "optim.lr=1e-3",
+    "eval={every: 2, num_prompts: 2, samples_per_prompt: 1, num_inference_steps: 2}",
+    "checkpoint.every=1",
+    "tracking={wandb: disabled, media_every: 0}",
+)
+
+
+def tiny_config(output_dir: Path, *overrides: str) -> TrainConfig:
+    return load(TrainConfig, [], [f"output_dir={output_dir}", *OVERRIDES, *overrides])
+
+
+def tiny_trainer(output_dir: Path, *overrides: str) -> Trainer:
+    config = tiny_config(output_dir, *overrides)
+    return build_trainer(config, read_inputs(config))
+
+
+def train(trainer: Trainer) -> list[dict[str, Any]]:
+    """Run to the end; the metrics of every iteration."""
+    output_dir = Path(trainer.config.output_dir)
+    with Tracker(output_dir, trainer.config.tracking, {}) as tracker:
+        trainer.run(tracker)
+    return metrics_of(output_dir)
+
+
+def metrics_of(output_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_perf(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in metrics]
