@@ -21,27 +21,26 @@ from miles_rollout.shapes import Float
 
 Key = int | str
 
-_STATE_BYTES = 5056
 _NUM_WORDS = 624
 _WORDS_AT = 24
+# torch's layout: seed, words left before the next twist, seeded, next word; then the words.
+_STATE = np.zeros(5056, dtype=np.uint8)
+_STATE[8:16].view(np.int32)[:] = 1
 
 
 def derive_seed(*key: Key) -> int:
     """A seed in 0..2**63-1 from a key of ints and strings, the same in every process."""
-    return int.from_bytes(_digest(key)[:8], "big") >> 1
+    return int.from_bytes(hashlib.sha256(_encode(key)).digest()[:8], "big") >> 1
 
 
 def keyed_generator(*key: Key) -> torch.Generator:
-    """A CPU generator whose whole Mersenne Twister state comes from the hash of ``key``."""
-    words = np.random.SeedSequence(int.from_bytes(_digest(key), "big")).generate_state(_NUM_WORDS)
-    words[0] = 0x80000000  # Matsumoto and Nishimura: the state must not be all zero
-    state = np.zeros(_STATE_BYTES, dtype=np.uint8)
-    state[:8] = np.frombuffer(np.uint64(derive_seed(*key)).tobytes(), dtype=np.uint8)
-    state[8:16] = np.frombuffer(np.array([1, 1], dtype=np.int32).tobytes(), dtype=np.uint8)
-    state[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS] = np.frombuffer(
-        words.astype(np.uint64).tobytes(), dtype=np.uint8
+    """A CPU generator whose whole Mersenne Twister state is the (extended) hash of ``key``."""
+    state = _STATE.copy()
+    words = hashlib.shake_128(_encode(key)).digest(4 * _NUM_WORDS)
+    state[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].view(np.uint64)[:] = np.frombuffer(
+        words, dtype=np.uint32
     )
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.set_state(torch.from_numpy(state))
     return generator
 
@@ -50,11 +49,11 @@ def keyed_noise(
     seeds: Sequence[int], shape: Sequence[int], *key: Key, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "batch ..."]:
     """Standard normals [B, *shape] on the CPU; row i depends on ``seeds[i]`` and ``key`` alone."""
-    noise = torch.empty(len(seeds), *shape, dtype=dtype)
+    noise = torch.empty(len(seeds), *shape, dtype=dtype, device="cpu")
     for row, seed in zip(noise, seeds, strict=True):
-        torch.randn(row.shape, generator=keyed_generator(*key, seed), dtype=dtype, out=row)
+        row.normal_(generator=keyed_generator(*key, seed))
     return noise
 
 
-def _digest(key: tuple[Key, ...]) -> bytes:
-    return hashlib.sha256(json.dumps(key, separators=(",", ":")).encode()).digest()
+def _encode(key: tuple[Key, ...]) -> bytes:
+    return json.dumps(key, separators=(",", ":")).encode()
