@@ -3,14 +3,15 @@
 Convention: x_s = (1 - s) x0 + s noise and velocity v = noise - x0; s falls from 1 to 0 and
 n < s is the next sigma. A step is ``next = mean(x, v) + std noise``; the functions named after the
 papers give mean and std, and `flow_step` does the rest. Rollout and replay call the same function,
-since another way to write the same sum rounds differently. Rows are computed one by one, so that a
-sample's numbers do not depend on the batch it stands in.
+since another way to write the same sum rounds differently. A sample's numbers do not depend on the
+batch it stands in: sums run over one row, and no multiplication is fused with an addition (a fused
+kernel rounds the last elements of a tensor otherwise).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -23,6 +24,7 @@ SdeType = Literal["ode", "sde", "cps", "dance_sde"]
 SDE_TYPES: tuple[str, ...] = get_args(SdeType)
 NEAR_ONE = 0.99
 """A first sigma from here up counts as 1."""
+_PART_ELEMENTS = 1 << 18
 
 
 class Step(NamedTuple):
@@ -194,27 +196,28 @@ def _step_rows(
     mask = None if mask is None else torch.broadcast_to(mask, sample.shape)
     inputs = [t for t in (sample, velocity, noise) if t is not None]
     keep_graph = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    means = _Rows(sample.shape, dtype, sample.device, keep_graph)
-    nexts = _Rows(sample.shape, out_dtype, sample.device, keep_graph)
+    means = _Parts(sample.shape, dtype, sample.device, keep_graph)
+    nexts = _Parts(sample.shape, out_dtype, sample.device, keep_graph)
     log_probs, stds = [], []
     with torch.autocast(sample.device.type, enabled=False):
-        for i, (s, n, denominator) in enumerate(sigmas):
+        for rows in _cut(sigmas, sample[0].numel()):
+            s, n, denominator = sigmas[rows.start]
             step = make_step(sde_type, s, n, noise_level, denominator)
-            stds.append(step.std)
-            x, v = sample[i].to(dtype).contiguous(), velocity[i].to(dtype).contiguous()
-            live = None if mask is None else mask[i]
+            stds += [step.std] * (rows.stop - rows.start)
+            x, v = sample[rows].to(dtype).contiguous(), velocity[rows].to(dtype).contiguous()
+            live = None if mask is None else mask[rows]
             mean = step.mean(x, v)
             if live is not None:
                 mean = torch.where(live, mean, ode(s, n).mean(x, v))
             if next_sample is not None:
-                emitted = next_sample[i]
+                emitted = next_sample[rows]
             elif noise is None or step.std == 0:
-                emitted = nexts.put(i, mean)
+                emitted = nexts.put(rows, mean)
             else:
-                eps = noise[i] if live is None else noise[i].masked_fill(~live, 0)
-                emitted = nexts.put_sum(i, mean, eps.to(mean), step.std)
-            means.put(i, mean)
-            log_probs.append(_log_prob(emitted, mean, step.std, live, sde_type != "cps"))
+                eps = noise[rows] if live is None else noise[rows].masked_fill(~live, 0)
+                emitted = nexts.put_sum(rows, mean, eps.to(mean) * step.std)
+            means.put(rows, mean)
+            log_probs += _log_probs(emitted, mean, step.std, live, sde_type != "cps")
     std = torch.tensor(stds, dtype=dtype, device=sample.device)
     return FlowStep(
         next_sample=nexts.batch() if next_sample is None else next_sample,
@@ -224,47 +227,65 @@ def _step_rows(
     )
 
 
-class _Rows:
-    """Collects the rows of a batch; in place where no graph is kept, which saves a copy."""
+def _cut(sigmas: Sequence[tuple[float, float, float]], row_elements: int) -> Iterator[slice]:
+    """Runs of rows that take the same step and stay in the cache together.
+
+    How rows are cut is a matter of speed alone: no operation on a part looks across its rows, or
+    rounds an element by where it stands.
+    """
+    most = max(1, _PART_ELEMENTS // max(row_elements, 1))
+    start = 0
+    for i in range(1, len(sigmas) + 1):
+        if i == len(sigmas) or sigmas[i] != sigmas[start] or i - start == most:
+            yield slice(start, i)
+            start = i
+
+
+class _Parts:
+    """Collects the parts of a batch; in place where no graph is kept, which saves a copy."""
 
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, keep_graph: bool
     ) -> None:
         self._dtype = dtype
-        self._rows: list[Tensor] = []
+        self._parts: list[Tensor] = []
         self._batch = None if keep_graph else torch.empty(shape, dtype=dtype, device=device)
 
-    def put(self, i: int, row: Tensor) -> Tensor:
+    def put(self, rows: slice, part: Tensor) -> Tensor:
         if self._batch is not None:
-            return self._batch[i].copy_(row)
-        self._rows.append(row.to(self._dtype))
-        return self._rows[-1]
+            return self._batch[rows].copy_(part)
+        self._parts.append(part.to(self._dtype))
+        return self._parts[-1]
 
-    def put_sum(self, i: int, mean: Tensor, noise: Tensor, std: float) -> Tensor:
-        """Put ``mean + std noise``: one rounding of the fused sum, then the cast."""
-        if self._batch is not None and self._dtype == mean.dtype:
-            return torch.add(mean, noise, alpha=std, out=self._batch[i])
-        return self.put(i, torch.add(mean, noise, alpha=std))
+    def put_sum(self, rows: slice, a: Tensor, b: Tensor) -> Tensor:
+        if self._batch is not None and self._dtype == a.dtype:
+            return torch.add(a, b, out=self._batch[rows])
+        return self.put(rows, a + b)
 
     def batch(self) -> Tensor:
-        return torch.stack(self._rows) if self._batch is None else self._batch
+        return torch.cat(self._parts) if self._batch is None else self._batch
 
 
-def _log_prob(
+def _log_probs(
     emitted: Tensor, mean: Tensor, std: float, mask: Tensor | None, normalised: bool
-) -> Tensor:
-    """Mean over elements of the Gaussian log density, or of the bare -(residual)^2 (Flow-CPS)."""
+) -> list[Tensor]:
+    """Of each row: the mean of the Gaussian log density, or of the bare -(residual)^2 (Flow-CPS)."""
     if std == 0 and normalised:
-        return mean.new_zeros(())
+        return [mean.new_zeros(())] * len(mean)
     residual = emitted.to(mean.dtype).contiguous() - mean
     square = residual * residual
-    if mask is None:
-        mean_square = square.sum() / max(square.numel(), 1)
-    else:
-        mean_square = square.masked_fill(~mask, 0).sum() / mask.sum().clamp(min=1)
-    if not normalised:
-        return -mean_square
-    return mean_square * (-0.5 / std**2) - (math.log(std) + 0.5 * math.log(2 * math.pi))
+    if mask is not None:
+        square = square.masked_fill(~mask, 0)
+    # Row by row: how a sum over one axis of a batch is split may depend on the batch.
+    sums = [row.sum() for row in square.unbind(0)]
+    counts = [square[0].numel()] * len(sums) if mask is None else [row.sum() for row in mask]
+    scale, shift = (-1.0, 0.0)
+    if normalised:
+        scale, shift = -0.5 / std**2, math.log(std) + 0.5 * math.log(2 * math.pi)
+    return [
+        total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)) * scale - shift
+        for total, count in zip(sums, counts, strict=True)
+    ]
 
 
 def _check(
