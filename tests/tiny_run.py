@@ -1,9 +1,12 @@
 """A whole run on the tiny Qwen-Image with random weights: small, quick, and the same every time."""
 
 import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from miles_rollout import Media
 from trainers.build import build_trainer, read_inputs
 from trainers.config import TrainConfig
 from trainers.config_loader import load
@@ -24,12 +27,27 @@ OVERRIDES = (
     "rollout.group_size=4",
     "rollout.num_inference_steps=4",
     "rollout.window={type: fixed, steps: [0, 2]}",
-    "rewards=[{name: jpeg_compressibility}]",
+    "rewards=[{name: 'tests.tiny_run:brightness'}]",
     "optim.lr=1e-3",
     "eval={every: 2, num_prompts: 2, samples_per_prompt: 1, num_inference_steps: 2}",
     "checkpoint.every=1",
     "tracking={wandb: disabled, media_every: 0}",
 )
+
+
+def brightness(
+    media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Differs enough between the samples of random weights."""
+    return [100 * m.image.double().mean().item() for m in media if m.image is not None]
+
+
+def brightness_with_a_hole(
+    media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """The fourth sample of a rollout has no score."""
+    scores = brightness(media, prompts, metadata)
+    return [math.nan if i == 3 else score for i, score in enumerate(scores)]
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> TrainConfig:

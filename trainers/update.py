@@ -144,6 +144,7 @@ def _check_loss(loss: Tensor, chunk: TrainChunk, step: int, rows: list[int] | No
         batch = chunk.batch
         raise TrainingError(
             f"train: the loss of step {step} is not finite for prompt "
-            f"{batch.group_ids[row].item()} sample {batch.sample_ids[row].item()}; got "
-            f"{loss[bad[0]].item()}; look at its log-prob, and lower optim.lr or noise_level"
+            f"{batch.group_ids[row].item()} ({batch.prompts[row][:60]!r}) sample "
+            f"{batch.sample_ids[row].item()}; got {loss[bad[0]].item()}; look at its "
+            "log-prob, and lower optim.lr or noise_level"
         )
