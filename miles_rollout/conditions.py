@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 
 Tree = Any
 """Tensors, scalars, strings, None and StreamState in tuples, lists and dicts."""
@@ -154,6 +154,16 @@ class CallRecorder:
             self._snapshots[id(leaf)] = known
         self._touched.add(id(leaf))
         return known[2]
+
+
+def check_no_dropout(name: str, module: nn.Module) -> None:
+    """Refuse a denoiser that draws dropout masks: no second call would be the first one again."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
+            raise RolloutStateError(
+                f"rollout: {name} draws dropout masks, so that its replay would differ; got "
+                f"p={part.p} in training mode; set the dropout to 0, or call {name}.eval()"
+            )
 
 
 def version_of(tensor: Tensor) -> int:

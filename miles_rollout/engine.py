@@ -6,7 +6,6 @@ each distinct prompt once, and knows nothing of rewards or losses.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -15,13 +14,13 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall
+from miles_rollout.conditions import DenoiserCall, check_no_dropout
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.media import Media
-from miles_rollout.noise import derive_seed, keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
 from miles_rollout.pipelines.base import Encoding
+from miles_rollout.sample_request import SampleRequest, check_sampling, negative_prompts
 from miles_rollout.session import rollout
 from miles_rollout.shapes import Float, Int
 from miles_rollout.trajectory import RolloutTrajectory
@@ -125,147 +124,56 @@ class RolloutEngine:
         ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise.
         ``sampling`` goes to the pipeline; an argument that it does not know is an error.
         """
-        ids = list(range(len(prompts)) if prompt_ids is None else prompt_ids)
-        self._check_generate(prompts, group_size, chunk_size, metadata, ids, sampling)
-        for name, value in (
-            ("seed", seed),
-            ("iteration", iteration),
-            *(("prompt_ids", i) for i in ids),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise RolloutParamsError(
-                    f"RolloutEngine.generate: {name} must be int; got {value!r}; pass an int"
-                )
-        if max_sequence_length is not None:
-            sampling["max_sequence_length"] = max_sequence_length
-        return self._chunks(
-            list(prompts),
-            self._negatives(negative_prompt, len(prompts), sampling),
-            ids,
-            [{} for _ in prompts] if metadata is None else list(metadata),
-            params,
-            key=(seed, iteration),
+        request = SampleRequest(
+            prompts=prompts if isinstance(prompts, str) else tuple(prompts),
+            prompt_ids=tuple(range(len(prompts)) if prompt_ids is None else prompt_ids),
+            metadata=tuple({} for _ in prompts) if metadata is None else tuple(metadata),
             group_size=group_size,
-            chunk_size=chunk_size or len(prompts),
+            chunk_size=len(prompts) if chunk_size is None else chunk_size,
+            seed=seed,
+            iteration=iteration,
             same_noise=same_noise,
-            decode=decode,
-            sampling=sampling,
         )
+        check_sampling(sampling, self.adapter.sampling)
+        scale = sampling.get("true_cfg_scale")
+        negatives = negative_prompts(negative_prompt, len(prompts), scale)
+        if max_sequence_length is not None:  # the pipeline cuts embeddings, too
+            sampling["max_sequence_length"] = max_sequence_length
+        return self._chunks(request, negatives, params, decode, sampling)
 
     def _chunks(
         self,
-        prompts: list[str],
+        request: SampleRequest,
         negatives: list[str] | None,
-        ids: list[int],
-        metadata: list[Mapping[str, Any]],
         params: RolloutParams,
-        *,
-        key: tuple[int, int],
-        group_size: int,
-        chunk_size: int,
-        same_noise: bool,
         decode: bool,
         sampling: dict[str, Any],
     ) -> Iterator[RolloutBatch]:
         longest = sampling.get("max_sequence_length")
-        encoded = self.encode(prompts, max_sequence_length=longest)
+        encoded = self.encode(request.prompts, max_sequence_length=longest)
         negative = None
         if negatives is not None:
             negative = self.encode(negatives, max_sequence_length=longest)
-        rows = [(g, p) for g in range(group_size) for p in range(len(prompts))]
-        for start in range(0, len(rows), chunk_size):
-            chunk = rows[start : start + chunk_size]
+        for rows in request.chunks():
             arguments = self.adapter.collate(
-                [encoded[p] for _, p in chunk],
-                None if negative is None else [negative[p] for _, p in chunk],
+                [encoded[row.prompt] for row in rows],
+                None if negative is None else [negative[row.prompt] for row in rows],
             )
-            trajectory, latents = self._roll_out(
-                params,
-                seeds=[derive_seed("sample", *key, ids[p], g) for g, p in chunk],
-                initial=[(*key, ids[p], 0 if same_noise else g) for g, p in chunk],
-                arguments=arguments | sampling,
-            )
+            with rollout(self.pipe, params, request.seeds(rows), adapter=self.adapter) as session:
+                output = self.pipe(
+                    **arguments | sampling,
+                    generator=request.generators(rows),
+                    output_type="latent",
+                )
+            latents = self.adapter.latents(output)
             yield RolloutBatch(
-                trajectory=trajectory,
+                trajectory=session.trajectory,
                 latents=latents,
-                prompts=[prompts[p] for _, p in chunk],
-                group_ids=torch.tensor([ids[p] for _, p in chunk]),
-                sample_ids=torch.tensor([g for g, _ in chunk]),
-                metadata=[metadata[p] for _, p in chunk],
-                media=self.decode(latents, **trajectory.request) if decode else None,
-            )
-
-    def _roll_out(
-        self,
-        params: RolloutParams,
-        seeds: list[int],
-        initial: list[tuple[int, int, int, int]],
-        arguments: dict[str, Any],
-    ) -> tuple[RolloutTrajectory, dict[str, Tensor]]:
-        generators = [keyed_generator("initial_noise", *key) for key in initial]
-        with rollout(self.pipe, params, seeds, adapter=self.adapter) as session:
-            output = self.pipe(**arguments, generator=generators, output_type="latent")
-        return session.trajectory, self.adapter.latents(output)
-
-    def _negatives(
-        self, negative: str | Sequence[str] | None, count: int, sampling: Mapping[str, Any]
-    ) -> list[str] | None:
-        scale = sampling.get("true_cfg_scale", 1.0)
-        if negative is None:
-            if scale > 1:
-                warnings.warn(
-                    f"RolloutEngine.generate: true_cfg_scale has no effect without a negative "
-                    f"prompt; got {scale}; set negative_prompt=' ' to turn guidance on",
-                    stacklevel=3,
-                )
-            return None
-        if "true_cfg_scale" in sampling and scale <= 1:
-            warnings.warn(
-                f"RolloutEngine.generate: negative_prompt has no effect at true_cfg_scale {scale}; "
-                f"got {negative!r}; set true_cfg_scale > 1",
-                stacklevel=3,
-            )
-        values = [negative] * count if isinstance(negative, str) else list(negative)
-        if len(values) != count:
-            raise RolloutParamsError(
-                f"RolloutEngine.generate: one negative prompt, or one a prompt; got {len(values)} "
-                f"for {count} prompts; pass a string"
-            )
-        return values
-
-    def _check_generate(
-        self,
-        prompts: Sequence[str],
-        group_size: int,
-        chunk_size: int | None,
-        metadata: Sequence[Any] | None,
-        prompt_ids: Sequence[int] | None,
-        sampling: Mapping[str, Any],
-    ) -> None:
-        where = "RolloutEngine.generate"
-        if isinstance(prompts, str) or not prompts:
-            raise RolloutParamsError(
-                f"{where}: needs a list of prompts; got {prompts!r}; pass [..]"
-            )
-        for name, value in (("group_size", group_size), ("chunk_size", chunk_size)):
-            if value is not None and (isinstance(value, bool) or value < 1):
-                raise RolloutParamsError(f"{where}: {name} must be >= 1; got {value}; set {name}")
-        for name, values in (("metadata", metadata), ("prompt_ids", prompt_ids)):
-            if values is not None and len(values) != len(prompts):
-                raise RolloutParamsError(
-                    f"{where}: one {name} entry a prompt; got {len(values)} for {len(prompts)} "
-                    "prompts; pass as many"
-                )
-        if prompt_ids is not None and len(set(prompt_ids)) != len(prompt_ids):
-            raise RolloutParamsError(
-                f"{where}: prompt_ids tell groups apart; got repeats in {list(prompt_ids)}; pass "
-                "distinct ids"
-            )
-        unknown = sorted(set(sampling) - self.adapter.sampling)
-        if unknown:
-            raise RolloutParamsError(
-                f"{where}: no such sampling argument; got {', '.join(unknown)}; choose among "
-                f"{', '.join(sorted(self.adapter.sampling))}"
+                prompts=[request.prompts[row.prompt] for row in rows],
+                group_ids=torch.tensor([request.prompt_ids[row.prompt] for row in rows]),
+                sample_ids=torch.tensor([row.sample for row in rows]),
+                metadata=[request.metadata[row.prompt] for row in rows],
+                media=self.decode(latents, **session.trajectory.request) if decode else None,
             )
 
     # -- replay -----------------------------------------------------------------------------------
@@ -320,7 +228,9 @@ class RolloutEngine:
         return Replay(streams=streams, log_prob=joint)
 
     def _call(self, call: DenoiserCall) -> Any:
-        return getattr(self.pipe, call.module)(*call.args, **call.kwargs)
+        module = getattr(self.pipe, call.module)
+        check_no_dropout(call.module, module)
+        return module(*call.args, **call.kwargs)
 
     def _score(
         self, trajectory: RolloutTrajectory, name: str, step: int, velocity: Tensor

@@ -22,9 +22,9 @@ class Media:
     """float32 in 0..1."""
     video: Float[Tensor, "frames channels height width"] | None = None
     """float32 in 0..1."""
-    audio: Float[Tensor, "channels samples"] | None = None
+    audio: Float[Tensor, "audio_channels samples"] | None = None
     """float32 in -1..1."""
-    fps: float | None = None
+    fps: float | int | None = None
     """Frames a second of ``video``."""
     sampling_rate: int | None = None
     """Samples a second of ``audio``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,23 +11,15 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
-from miles_rollout.conditions import CallRecorder
+from miles_rollout.conditions import CallRecorder, check_no_dropout
 from miles_rollout.controller import FlowRolloutController
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
-from miles_rollout.schedulers import (
-    Transition,
-    accept_transition,
-    check_stochastic,
-    convention_of,
-)
+from miles_rollout.schedulers import Transition, check_stochastic, convention_of
+from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
 from miles_rollout.trajectory import Conditions, RolloutTrajectory
-
-_ACTIVE: dict[int, object] = {}
-"""Pipelines and denoisers that are in a rollout, by id."""
-_LOCK = threading.Lock()
 
 
 class RolloutSession:
@@ -83,6 +73,8 @@ class RolloutSession:
                     f"rollout: a cache changes what {name} computes from step to step, so replay "
                     f"would differ; got a cache enabled; call {name}.disable_cache() first"
                 )
+            if isinstance(module, nn.Module):
+                check_no_dropout(name, module)
         self._adapter.check_request(self._pipe, arguments)
         self._request = dict(arguments)
 
@@ -116,7 +108,7 @@ class RolloutSession:
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
         convention = convention_of(scheduler)
-        terminal = torch.tensor([convention.terminal_timestep])
+        terminal = torch.tensor([convention.terminal_timestep], device="cpu")
         controller = FlowRolloutController(
             self.params,
             self.seeds,
@@ -262,68 +254,15 @@ def rollout(
         if isinstance(module := getattr(pipe, name, None), nn.Module)
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_exclusive({"the pipeline": pipe, **denoisers}))
+        stack.enter_context(exclusive({"the pipeline": pipe, **denoisers}))
         for name, component in dict(pipe.components).items():
             if isinstance(component, SchedulerMixin):
-                stack.enter_context(_swapped(pipe, name, component, session))
+                session.add_scheduler(stack.enter_context(swapped_scheduler(pipe, name, session)))
         for name, module in denoisers.items():
             stack.callback(session.watch(name, module).remove)
-        stack.enter_context(_observed_call(pipe, session))
+        stack.enter_context(observed_call(pipe, session.begin))
         yield session
         session.finish()
-
-
-@contextlib.contextmanager
-def _exclusive(owned: Mapping[str, object]) -> Iterator[None]:
-    with _LOCK:
-        for name, thing in owned.items():
-            if id(thing) in _ACTIVE:
-                raise RolloutStateError(
-                    f"rollout: {name} is already in a rollout; got a second one; end the first "
-                    "scope, or use a pipeline with a denoiser of its own"
-                )
-        _ACTIVE.update({id(thing): thing for thing in owned.values()})
-    try:
-        yield
-    finally:
-        with _LOCK:
-            for thing in owned.values():
-                _ACTIVE.pop(id(thing), None)
-
-
-@contextlib.contextmanager
-def _swapped(pipe: Any, name: str, original: Any, session: RolloutSession) -> Iterator[None]:
-    """Swap a scheduler behind the pipeline's back: assigning it would rewrite ``pipe.config``."""
-    plugged = accept_transition(original, session)
-    session.add_scheduler(plugged)
-    vars(pipe)[name] = plugged
-    try:
-        yield
-    finally:
-        vars(pipe)[name] = original
-
-
-@contextlib.contextmanager
-def _observed_call(pipe: Any, session: RolloutSession) -> Iterator[None]:
-    """Show the session the arguments of ``pipe(...)``, by a subclass that only looks at them."""
-    original = type(pipe)
-    signature = inspect.signature(original.__call__)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments.update(arguments.pop("kwargs", {}))
-        session.begin({k: v for k, v in arguments.items() if k != "self"})
-        return original.__call__(self, *args, **kwargs)
-
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    names = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")}
-    pipe.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
-    try:
-        yield
-    finally:
-        pipe.__class__ = original
 
 
 def _check_seeds(seeds: Sequence[int]) -> tuple[int, ...]:

@@ -1,0 +1,121 @@
+"""What `RolloutEngine.generate` is asked for: checked where it is called, then cut into chunks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from miles_rollout.errors import RolloutParamsError
+from miles_rollout.noise import derive_seed, keyed_generator
+
+
+class Row(NamedTuple):
+    """One sample: the position of its prompt, and its number in its group."""
+
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest:
+    """``group_size`` samples of every prompt. Raises ``RolloutParamsError`` for what cannot be."""
+
+    prompts: Sequence[str]
+    prompt_ids: Sequence[int]
+    metadata: Sequence[Mapping[str, Any]]
+    group_size: int
+    chunk_size: int
+    seed: int
+    iteration: int
+    same_noise: bool
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompts, str) or not self.prompts:
+            _refuse("needs a list of prompts", repr(self.prompts), "pass [..]")
+        for name in ("group_size", "chunk_size"):
+            size = getattr(self, name)
+            if isinstance(size, bool) or size < 1:
+                _refuse(f"{name} must be >= 1", size, f"set {name}")
+        for name in ("metadata", "prompt_ids"):
+            if len(getattr(self, name)) != len(self.prompts):
+                _refuse(
+                    f"one {name} entry a prompt",
+                    f"{len(getattr(self, name))} for {len(self.prompts)} prompts",
+                    "pass as many",
+                )
+        ids = list(self.prompt_ids)
+        if len(set(ids)) != len(ids):
+            _refuse("prompt_ids tell groups apart", f"repeats in {ids}", "pass distinct ids")
+        # 1, 1.0 and True are one number and three keys.
+        keys = [("seed", self.seed), ("iteration", self.iteration)]
+        for name, key in keys + [("a prompt id", i) for i in ids]:
+            if isinstance(key, bool) or not isinstance(key, int):
+                _refuse(f"{name} must be an int", repr(key), "pass an int")
+
+    def chunks(self) -> Iterator[list[Row]]:
+        """Sample 0 of every prompt, then sample 1, in runs of ``chunk_size`` rows."""
+        prompts = range(len(self.prompts))
+        rows = [Row(p, g) for g in range(self.group_size) for p in prompts]
+        for start in range(0, len(rows), self.chunk_size):
+            yield rows[start : start + self.chunk_size]
+
+    def seeds(self, rows: Sequence[Row]) -> list[int]:
+        """The seed of each row's transitions."""
+        return [derive_seed("sample", *self._key(p, g)) for p, g in rows]
+
+    def generators(self, rows: Sequence[Row]) -> list[torch.Generator]:
+        """The generator of each row's initial noise."""
+        samples = [(p, 0 if self.same_noise else g) for p, g in rows]
+        return [keyed_generator("initial_noise", *self._key(p, g)) for p, g in samples]
+
+    def _key(self, prompt: int, sample: int) -> tuple[int, int, int, int]:
+        return self.seed, self.iteration, self.prompt_ids[prompt], sample
+
+
+def check_sampling(sampling: Collection[str], known: Collection[str]) -> None:
+    """Refuse pipeline arguments that the adapter does not know, by name."""
+    unknown = sorted(set(sampling) - set(known))
+    if unknown:
+        _refuse(
+            "no such sampling argument",
+            ", ".join(unknown),
+            f"choose among {', '.join(sorted(known))}",
+        )
+
+
+def negative_prompts(
+    negative: str | Sequence[str] | None, count: int, scale: float | int | None
+) -> list[str] | None:
+    """One negative prompt a prompt; warns where guidance is asked for and cannot be on."""
+    if negative is None:
+        if scale is not None and scale > 1:
+            _warn(
+                f"true_cfg_scale has no effect without a negative prompt; got {scale}; set "
+                "negative_prompt=' ' to turn guidance on"
+            )
+        return None
+    if scale is not None and scale <= 1:
+        _warn(
+            f"negative_prompt has no effect at true_cfg_scale {scale}; got {negative!r}; set "
+            "true_cfg_scale > 1"
+        )
+    values = [negative] * count if isinstance(negative, str) else list(negative)
+    if len(values) != count:
+        _refuse(
+            "one negative prompt, or one a prompt",
+            f"{len(values)} for {count} prompts",
+            "pass a string",
+        )
+    return values
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"RolloutEngine.generate: {message}", stacklevel=4)
+
+
+def _refuse(problem: str, value: object, advice: str) -> NoReturn:
+    raise RolloutParamsError(f"RolloutEngine.generate: {problem}; got {value}; {advice}")

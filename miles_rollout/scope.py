@@ -1,0 +1,69 @@
+"""What a rollout changes on a pipeline for a while, each change with its way back."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from miles_rollout.errors import RolloutStateError
+from miles_rollout.schedulers import Observer, accept_transition
+
+_ACTIVE: dict[int, object] = {}
+"""Pipelines and denoisers that are in a rollout, by id."""
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def exclusive(owned: Mapping[str, object]) -> Iterator[None]:
+    """Refuse a pipeline or denoiser that another rollout holds, also one in another thread."""
+    with _LOCK:
+        for name, thing in owned.items():
+            if id(thing) in _ACTIVE:
+                raise RolloutStateError(
+                    f"rollout: {name} is already in a rollout; got a second one; end the first "
+                    "scope, or use a pipeline with a denoiser of its own"
+                )
+        _ACTIVE.update({id(thing): thing for thing in owned.values()})
+    try:
+        yield
+    finally:
+        with _LOCK:
+            for thing in owned.values():
+                _ACTIVE.pop(id(thing), None)
+
+
+@contextlib.contextmanager
+def swapped_scheduler(pipe: Any, name: str, observer: Observer) -> Iterator[Any]:
+    """Swap a scheduler behind the pipeline's back: assigning it would rewrite ``pipe.config``."""
+    original = vars(pipe)[name]
+    plugged = vars(pipe)[name] = accept_transition(original, observer)
+    try:
+        yield plugged
+    finally:
+        vars(pipe)[name] = original
+
+
+@contextlib.contextmanager
+def observed_call(pipe: Any, observe: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Show ``observe`` the arguments of ``pipe(...)``, by a subclass that only looks at them."""
+    original = type(pipe)
+    signature = inspect.signature(original.__call__)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        arguments = dict(bound.arguments)
+        arguments.update(arguments.pop("kwargs", {}))
+        observe({k: v for k, v in arguments.items() if k != "self"})
+        return original.__call__(self, *args, **kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    names = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")}
+    pipe.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
+    try:
+        yield
+    finally:
+        pipe.__class__ = original

@@ -1,0 +1,130 @@
+"""Denoiser calls are recorded as they were, once, and refused where they cannot be."""
+
+import pytest
+import torch
+
+from miles_rollout import RolloutParamsError, RolloutStateError
+from miles_rollout.conditions import CallRecorder, StreamState, check_no_dropout
+from miles_rollout.trajectory import Conditions
+
+
+def record(*args, recorder=None, step=0, **kwargs):
+    recorder = recorder or CallRecorder()
+    recorder.record(step, "transformer", args, kwargs)
+    return recorder, recorder.steps[step][-1]
+
+
+def test_a_call_is_a_copy_of_its_whole_tree():
+    inner = torch.ones(2)
+    tree = {"a": [inner, (1, None, "x", 2.0, True, torch.bfloat16)]}
+    _, call = record(inner, tree=tree)
+    inner.fill_(9)
+    tree["a"].append("later")
+    assert call.args[0].tolist() == [1, 1]
+    assert call.kwargs["tree"]["a"][0] is call.args[0]
+    assert call.kwargs["tree"]["a"][1:] == [(1, None, "x", 2.0, True, torch.bfloat16)]
+
+
+def test_an_argument_that_cannot_be_stored_is_refused_by_name():
+    message = "argument 'control' cannot be recorded for replay; got a set"
+    with pytest.raises(RolloutParamsError, match=message):
+        record(torch.ones(1), control={1})
+
+
+def test_a_tensor_is_stored_again_only_after_it_changed():
+    recorder, prompt = CallRecorder(), torch.ones(2)
+    record(prompt, recorder=recorder)
+    recorder.end_step()
+    recorder.end_step()  # a step that was not recorded
+    record(prompt, recorder=recorder, step=5)
+    prompt.add_(1)
+    record(prompt, recorder=recorder, step=6)
+    first, again, changed = (recorder.steps[s][0].args[0] for s in (0, 5, 6))
+    assert first is again
+    assert (first.tolist(), changed.tolist()) == ([1, 1], [2, 2])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_the_state_is_left_to_the_trajectory_unless_it_changed(inference):
+    with torch.inference_mode(inference):
+        for change in (False, True):
+            sample = torch.ones(2, 3)
+            recorder, _ = record(sample, prompt=torch.ones(2))
+            if change:
+                sample.add_(1)
+            recorder.resolve_state(0, "image", sample)
+            left = recorder.steps[0][0].args[0]
+            if change:
+                assert torch.equal(left, torch.ones(2, 3))
+            else:
+                assert left == StreamState("image", torch.float32)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).view(3, 4).t(),
+        torch.arange(24.0).view(4, 6)[:, ::2],
+        torch.arange(3.0),
+        torch.tensor(3.0),
+    ],
+)
+def test_strides_are_kept(tensor):
+    copy = record(tensor)[1].args[0]
+    assert torch.equal(copy, tensor)
+    assert copy.stride() == tensor.stride()
+    assert copy.data_ptr() != tensor.data_ptr()
+
+
+def test_rows_that_share_memory_get_their_own():
+    copy = record(torch.ones(1, 3).expand(4, 3))[1].args[0]
+    assert copy.is_contiguous()
+    assert copy.shape == (4, 3)
+
+
+def test_a_strided_state_keeps_its_snapshot():
+    sample = torch.arange(12.0).view(3, 4).t()
+    recorder, call = record(sample)
+    recorder.resolve_state(0, "image", sample)
+    assert recorder.steps[0][0].args[0] is call.args[0]
+
+
+def test_nothing_carries_a_graph():
+    assert not record(torch.ones(2, requires_grad=True) * 2)[1].args[0].requires_grad
+
+
+def conditions(axes, **kwargs):
+    recorder, _ = record(**kwargs)
+    return Conditions(num_samples=2, steps=recorder.steps, batch_axes=axes)
+
+
+def test_rows_are_cut_along_the_declared_axes():
+    whole = conditions(
+        {"x": 0, "t": 1, "shared": None, "shapes": 0, "one": 0},
+        x=torch.arange(2),
+        t=torch.arange(6).view(3, 2),
+        shared=torch.arange(2),
+        shapes=["a", "b"],
+        one=torch.ones(1, 3),
+    )
+    cut = whole.select([1]).steps[0][0].kwargs
+    assert cut["x"].tolist() == [1]
+    assert cut["t"].tolist() == [[1], [3], [5]]
+    assert cut["shared"].tolist() == [0, 1]
+    assert cut["shapes"] == ["b"]
+    assert cut["one"].shape == (1, 3)  # broadcast to all rows
+
+
+def test_an_undeclared_axis_is_refused_and_never_guessed():
+    whole = conditions({"x": 0}, x=torch.ones(2), y=torch.ones(2))
+    with pytest.raises(RolloutParamsError, match=r"batch axis .* 'y'; got declared \['x'\]"):
+        whole.select([1])
+    assert whole.select([0, 1]) is whole
+
+
+def test_dropout_in_training_mode_is_refused():
+    module = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.0))
+    with pytest.raises(RolloutStateError, match=r"transformer draws dropout masks.* got p=0.1"):
+        check_no_dropout("transformer", module)
+    check_no_dropout("transformer", module.eval())
+    check_no_dropout("transformer", torch.nn.Dropout(0.0))
