@@ -1,0 +1,150 @@
+"""What others build on: names, signatures, types, and what an import drags in.
+
+A change here breaks someone's code: write it into CHANGELOG.md, with "before" and "after".
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+
+import miles_rollout
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ERRORS = {
+    "MilesRolloutError": Exception,
+    "RolloutParamsError": ValueError,
+    "RolloutStateError": RuntimeError,
+}
+MADE_BY_ROLLOUT = {"RolloutSession"}
+
+SDK = {
+    "FlowRolloutController": (
+        "(params, seeds, *, stream, sigmas, timesteps, velocity_sign=1.0, mask=None, "
+        "euler_ode=False)"
+    ),
+    "FlowRolloutController.trajectory": "(self)",
+    "FlowRolloutController.transition": "(self, velocity, sample, *, step, ode, out_dtype=None)",
+    "FlowStep": "(next_sample, mean, std, log_prob)",
+    "Media": "(*, image=None, video=None, audio=None, fps=None, sampling_rate=None)",
+    "Replay": "(*, streams=<factory>, log_prob)",
+    "RolloutBatch": (
+        "(*, trajectory, latents, prompts, group_ids, sample_ids, metadata, media=None)"
+    ),
+    "RolloutEngine": "(pipe, adapter=None)",
+    "RolloutEngine.decode": "(self, latents, **request)",
+    "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None)",
+    "RolloutEngine.from_pretrained": "(name, **kwargs)",
+    "RolloutEngine.generate": (
+        "(self, prompts, group_size, params, *, seed, iteration=0, prompt_ids=None, "
+        "metadata=None, negative_prompt=None, max_sequence_length=None, chunk_size=None, "
+        "same_noise=False, decode=True, **sampling)"
+    ),
+    "RolloutEngine.replay": "(self, trajectory, step, samples=None)",
+    "RolloutParams": (
+        "(*, sde_type='sde', noise_level=0.7, sde_step_indices=None, sde_streams=None, "
+        "return_step_indices=None, stream_weights='element', latent_dtype='pipeline', "
+        "debug=False)"
+    ),
+    "RolloutParams.plan": "(self, sigmas, stream)",
+    "RolloutTrajectory": (
+        "(*, streams, params, conditions=(), guidance=<factory>, request=<factory>)"
+    ),
+    "RolloutTrajectory.cat": "(trajectories)",
+    "RolloutTrajectory.load": "(path)",
+    "RolloutTrajectory.pair": "(self, stream, step)",
+    "RolloutTrajectory.save": "(self, path)",
+    "RolloutTrajectory.select": "(self, samples)",
+    "RolloutTrajectory.to": "(self, device)",
+    "StreamReplay": "(*, velocity, mean, std, log_prob)",
+    "StreamTrajectory": (
+        "(*, latents, latent_step_indices, timesteps, sigmas, log_probs, sde_step_indices, "
+        "num_elements, mask=None, velocity_sign=1.0, debug=<factory>)"
+    ),
+    "StreamTrajectory.latent": "(self, boundary)",
+    "flow_step": (
+        "(sde_type, sample, velocity, *, sigma, sigma_next, noise_level, sigma_max=None, "
+        "noise=None, next_sample=None, mask=None, out_dtype=None)"
+    ),
+    "rollout": "(pipe, params, seeds, *, adapter=None)",
+}
+
+TRAINERS = {
+    "advantages.group_advantages": "(rewards, group_ids, *, std='batch', epsilon=0.0001)",
+    "advantages.zero_std_groups": "(rewards, group_ids)",
+    "losses.grpo_loss": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
+    "losses.grpo_loss_terms": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
+    "losses.mean_kl": "(mean, ref_mean, std)",
+    "losses.velocity_mse": "(velocity, ref_velocity)",
+}
+
+
+def signature(thing: object) -> str:
+    """Names, kinds and defaults; the types are the type checker's affair."""
+    found = inspect.signature(thing)  # type: ignore[arg-type]
+    bare = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    return str(found.replace(parameters=bare, return_annotation=found.empty))
+
+
+def test_the_public_names_are_these():
+    names = {name for name in SDK if "." not in name} | ERRORS.keys() | MADE_BY_ROLLOUT
+    assert set(miles_rollout.__all__) == names
+    assert sorted(miles_rollout.__all__) == miles_rollout.__all__
+
+
+@pytest.mark.parametrize("name", SDK)
+def test_a_signature_of_the_sdk(name):
+    thing: object = miles_rollout
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    assert signature(thing) == SDK[name]
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_signature_of_the_trainers(name):
+    module, _, function = name.partition(".")
+    assert signature(getattr(import_module(f"trainers.{module}"), function)) == TRAINERS[name]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_is_ours_and_the_standard_one_it_refines(name):
+    error = getattr(miles_rollout, name)
+    assert issubclass(error, miles_rollout.MilesRolloutError)
+    assert issubclass(error, ERRORS[name])
+
+
+@pytest.mark.parametrize("package", ["miles_rollout", "trainers"])
+def test_type_checkers_may_read_the_annotations(package):
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_the_sdk_imports_no_trainer_no_recipe_and_no_tracker():
+    code = (
+        "import sys, miles_rollout, miles_rollout.testing\n"
+        "print([m for m in ('trainers', 'recipes', 'wandb') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_version_is_that_of_the_package():
+    installed = metadata.version("miles-rollout")
+    assert miles_rollout.__version__ == installed, "install again: touch setup.py && make test"
+
+
+def test_the_changelog_has_the_version():
+    headings = [
+        line.removeprefix("## ").split(" ")[0]
+        for line in (ROOT / "CHANGELOG.md").read_text().splitlines()
+        if line.startswith("## ")
+    ]
+    assert headings[0] == "Unreleased"
+    assert miles_rollout.__version__ in headings
