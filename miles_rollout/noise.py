@@ -10,7 +10,6 @@ CPU: independent of accelerator, batch, micro-batch, rank and resume. The global
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,4 +55,4 @@ def keyed_noise(
 
 
 def _encode(key: tuple[Key, ...]) -> bytes:
-    return json.dumps(key, separators=(",", ":")).encode()
+    return repr(key).encode()

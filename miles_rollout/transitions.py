@@ -217,13 +217,13 @@ def _step_rows(
                 eps = noise[rows] if live is None else noise[rows].masked_fill(~live, 0)
                 emitted = nexts.put_sum(rows, mean, eps.to(mean) * step.std)
             means.put(rows, mean)
-            log_probs += _log_probs(emitted, mean, step.std, live, sde_type != "cps")
+            log_probs.append(_log_probs(emitted, mean, step.std, live, sde_type != "cps"))
     std = torch.tensor(stds, dtype=dtype, device=sample.device)
     return FlowStep(
         next_sample=nexts.batch() if next_sample is None else next_sample,
         mean=means.batch(),
         std=std.view(-1, *[1] * (sample.ndim - 1)),
-        log_prob=torch.stack(log_probs),
+        log_prob=torch.cat(log_probs),
     )
 
 
@@ -268,24 +268,21 @@ class _Parts:
 
 def _log_probs(
     emitted: Tensor, mean: Tensor, std: float, mask: Tensor | None, normalised: bool
-) -> list[Tensor]:
+) -> Tensor:
     """Of each row: the mean of the Gaussian log density, or of the bare -(residual)^2 (Flow-CPS)."""
     if std == 0 and normalised:
-        return [mean.new_zeros(())] * len(mean)
+        return mean.new_zeros(len(mean))
     residual = emitted.to(mean.dtype).contiguous() - mean
     square = residual * residual
+    count: float | Tensor = max(square[0].numel(), 1)
     if mask is not None:
         square = square.masked_fill(~mask, 0)
+        count = torch.stack([row.sum() for row in mask]).clamp(min=1)
     # Row by row: how a sum over one axis of a batch is split may depend on the batch.
-    sums = [row.sum() for row in square.unbind(0)]
-    counts = [square[0].numel()] * len(sums) if mask is None else [row.sum() for row in mask]
-    scale, shift = (-1.0, 0.0)
-    if normalised:
-        scale, shift = -0.5 / std**2, math.log(std) + 0.5 * math.log(2 * math.pi)
-    return [
-        total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)) * scale - shift
-        for total, count in zip(sums, counts, strict=True)
-    ]
+    mean_square = torch.stack([row.sum() for row in square.unbind(0)]) / count
+    if not normalised:
+        return -mean_square
+    return mean_square * (-0.5 / std**2) - (math.log(std) + 0.5 * math.log(2 * math.pi))
 
 
 def _check(

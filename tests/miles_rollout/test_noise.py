@@ -8,7 +8,7 @@ from miles_rollout.noise import derive_seed, keyed_generator, keyed_noise
 
 
 def test_derive_seed_is_fixed_across_processes_and_versions():
-    assert derive_seed("sde_window", 0, 1) == 3034479171387278486
+    assert derive_seed("sde_window", 0, 1) == 4995330469144642269
     code = "from miles_rollout.noise import derive_seed; print(derive_seed('a', 1, 'b', 2))"
     outputs = {
         subprocess.run(
@@ -50,7 +50,7 @@ def test_state_layout_is_the_one_torch_reads():
 
 
 def test_generators_of_different_keys_draw_differently_though_32_bits_agree():
-    first, second = 52411, 107155
+    first, second = 5011, 94002
     assert derive_seed("collide", first) & 0xFFFFFFFF == derive_seed("collide", second) & 0xFFFFFFFF
     a = torch.randn(8, generator=keyed_generator("collide", first))
     b = torch.randn(8, generator=keyed_generator("collide", second))
