@@ -12,6 +12,7 @@ from trainers.build import read_inputs, run
 from trainers.config import TrainConfig
 from trainers.config_loader import load
 from trainers.dry_run import describe
+from trainers.summary import summarise
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -41,7 +42,7 @@ def main(doc: str, *, default: str) -> None:
         if arguments.dry_run:
             print(describe(config, read_inputs(config)))
             return
-        print(f"done: {run(config)}")
+        print(summarise(run(config)))
     except MilesRolloutError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -78,8 +78,9 @@ def before_and_after(
     reference: Any,
     scorer: Scorer,
 ) -> list[Evaluation]:
-    """The same few samples from the reference and from the trained weights."""
-    few = replace(config, num_prompts=8, samples_per_prompt=1)
+    """The same few samples, of prompts from all over the list, before and after training."""
+    few = replace(config, num_prompts=None, samples_per_prompt=1)
+    records = records[:: max(1, len(records) // 8)][:8]
     with reference:
         before = evaluate(engine, records, scorer, few, rollout)
     return [before, evaluate(engine, records, scorer, few, rollout)]
