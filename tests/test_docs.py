@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from trainers.config import TrainConfig
 from trainers.config_docs import render, undocumented
-from trainers.config_loader import load
+from trainers.config_loader import ConfigError, load, to_tree, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -47,9 +51,6 @@ def test_every_key_of_the_config_has_a_meaning():
 
 
 def test_the_config_page_names_every_key_of_a_resolved_config():
-    from trainers.config import TrainConfig
-    from trainers.config_loader import to_tree
-
     page = render()
 
     def check(tree, prefix):
@@ -62,6 +63,31 @@ def test_the_config_page_names_every_key_of_a_resolved_config():
     check(to_tree(load(TrainConfig, [])), "")
 
 
+def test_what_the_config_page_says_of_overrides_and_files(tmp_path):
+    tiny = ROOT / "configs" / "qwen_image" / "tiny_cpu.yaml"
+    overrides = [
+        "optim.lr=3e-4",
+        "rollout.negative_prompt=null",
+        "model.lora={rank: 8}",
+        "model.gradient_checkpointing=1",
+        "output_dir=7",
+        "rewards=[{name: jpeg_compressibility}]",
+        "rewards.0.weight=2",
+    ]
+    config = load(TrainConfig, [tiny], overrides)
+    assert (config.optim.lr, config.rollout.negative_prompt) == (3e-4, None)
+    assert config.model.lora is not None
+    assert config.model.lora.rank == 8
+    assert (config.model.gradient_checkpointing, config.output_dir) == (True, "7")
+    assert [(r.name, r.weight) for r in config.rewards] == [("jpeg_compressibility", 2.0)]
+    window = "rollout.window={type: fixed, steps: [1, 2]}"
+    assert load(TrainConfig, [], [window]).rollout.window.type == "fixed"
+    with pytest.raises(ConfigError, match=r"rollout\.window\.exclude_last: no such key"):
+        load(TrainConfig, [tiny], [window])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert load(TrainConfig, [tmp_path / "config.yaml"]) == config
+
+
 def test_the_worked_reward_scores_and_is_found_by_its_path(import_as):
     import_as("my_rewards", python_blocks("rewards.md"))
 
@@ -71,9 +97,7 @@ def test_the_worked_algorithm_makes_one_update(import_as):
     assert module.metrics.loss != 0
 
 
-def test_the_yaml_of_the_rewards_page_is_a_config(tmp_path, import_as):
-    from trainers.config import TrainConfig
-
+def test_the_yaml_of_the_rewards_page_is_a_config(tmp_path):
     text = (ROOT / "docs" / "rewards.md").read_text()
     for i, block in enumerate(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)):
         path = tmp_path / f"{i}.yaml"
@@ -102,3 +126,19 @@ def test_pages_are_ascii_and_name_files_that_exist(page):
         r"`((?:miles_rollout|trainers|recipes|tests|configs)/[\w/]+\.\w+)`", text
     ):
         assert (ROOT / name).is_file() or name == "trainers/reinforce.py", name
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md"], ids=lambda p: p.name)
+def test_commands_of_a_page_exist_and_their_configs_load(page, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            if words[0] == "make":
+                subprocess.run(["make", "-n", *words[1:]], env=environment, check=True)
+                continue
+            assert words[:3] == ["python", "-m", "recipes.grpo_qwen_image"], line
+            sources = [word for word in words[3:] if not word.startswith("--")]
+            paths = [word for word in sources if "=" not in word]
+            load(TrainConfig, paths, [word for word in sources if "=" in word])

@@ -42,7 +42,8 @@ python -m recipes.grpo_qwen_image configs/qwen_image/tiny_cpu.yaml optim.lr=3e-4
    set one item of a list that a file gave: `rewards.0.weight=2`; items count from 0.
 4. **Tagged unions**: a section marked "one of" has a key `type` that chooses the variant, and the other
    keys are those of that variant. Switching `type` drops the defaults of the old variant, but not keys
-   that another file set: those are reported, since they mean nothing to the new one.
+   that a file set: those are reported, since they mean nothing to the new one. So a variant is switched in
+   a file of one's own, or in the file that set it.
 5. **Derived values** (samples an iteration, number of chunks) are computed and are no keys.
 
 The resolved config is written to `output_dir/config.yaml`; loading that file gives the same run.
@@ -54,7 +55,7 @@ Unknown keys, wrong types and values out of range stop the run before a model is
 at once, one line each: the key, what is wrong, the value, where it came from, the nearest valid key.
 
 - `true` is no int, `1` is no bool, `10.5` is no int, and a bare number is no text. On the command line
-  the field decides: `resume=1` is true and `output_dir=7` is the folder `7`.
+  the field decides: `model.gradient_checkpointing=1` is true and `output_dir=7` is the folder `7`.
 - `1e-4` is a float; YAML 1.1 would read it as text. `010`, `1:30` and dates are text.
 - A key that is given twice in one file is an error. Anchors, aliases and tags are refused: files are
   merged instead.
