@@ -101,7 +101,7 @@ def _lora_parameters(module: nn.Module, lora: LoraConfig) -> int:
     )
 
 
-def _size(num_bytes: float) -> str:
+def _size(num_bytes: float | int) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024 or unit == "GiB":
             return f"{num_bytes:.1f} {unit}"

@@ -232,7 +232,11 @@ def test_the_folder_holds_config_metrics_and_checkpoints(whole: Path) -> None:
         (["data.eval=nowhere.csv"], DataError, "unknown kind of file"),
         (["rollout.num_prompts=193"], ConfigError, "got 193 of 192"),
         (["eval.num_prompts=33"], ConfigError, "got 33 of 32"),
-        (["rewards=[{name: jpeg_compresibility}]"], ConfigError, "did you mean jpeg_compressibility?"),
+        (
+            ["rewards=[{name: jpeg_compresibility}]"],
+            ConfigError,
+            "did you mean jpeg_compressibility?",
+        ),
         (["rewards=[]"], ConfigError, "none has a weight"),
         (["scoring.timeout_s=0"], ConfigError, "timeout_s: must be within"),
         (["model.device=tpu0"], ConfigError, "model.device: not available here; got 'tpu0'"),

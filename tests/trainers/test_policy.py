@@ -94,7 +94,7 @@ def test_the_policy_is_back_after_an_error_in_the_reference(lora: LoraConfig | N
 def test_full_weights_without_a_kept_reference_have_none() -> None:
     policy = _policy(None)
     assert not policy.has_reference
-    with pytest.raises(PolicyError, match="keep_reference False; set algorithm.kl_beta > 0"):
+    with pytest.raises(PolicyError, match=r"keep_reference False; set algorithm\.kl_beta > 0"):
         policy.reference().__enter__()
 
 

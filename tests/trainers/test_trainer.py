@@ -201,7 +201,7 @@ def test_the_denoiser_runs_no_more_than_it_must(tmp_path: Path) -> None:
     assert counts["rollout"] - evaluated == 2 * 8 * 4 * branches, "iterations x samples x steps"
     assert counts["train"] == 2 * 8 * 2 * branches, "iterations x samples x window"
     assert len(set(trainer.sampler.indices(0)) | set(trainer.sampler.indices(1))) == 4
-    assert counts["text"] == 4 + 8 + 1, "4 training and 8 held-out prompts, and the negative one"
+    assert counts["text"] == 4 + 9 + 1, "4 training and 9 held-out prompts, and the negative one"
 
 
 def test_guided_rollouts_replay_with_ratio_one(tmp_path: Path) -> None:

@@ -1,0 +1,81 @@
+from pathlib import Path
+
+import pytest
+
+from trainers.build import read_inputs
+from trainers.config import TrainConfig
+from trainers.config_loader import load, to_yaml
+from trainers.data import load_prompts
+from trainers.dry_run import describe
+from trainers.windows import RandomWindow
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
+PROMPTS = sorted((ROOT / "configs/prompts").iterdir())
+ALIGNED = "configs/qwen_image/flow_grpo_aligned.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompt files are given relative to it."""
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_config_loads_and_can_be_described(path: str, tmp_path: Path) -> None:
+    config = load(TrainConfig, [path])
+    text = describe(config, read_inputs(config))
+    for part in ("batch", "denoiser forwards an iteration", "memory"):
+        assert f"\n{part}" in text
+    (tmp_path / "resolved.yaml").write_text(to_yaml(config))
+    assert load(TrainConfig, [tmp_path / "resolved.yaml"]) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS)
+def test_every_config_says_what_it_is(path: str) -> None:
+    first, *rest = Path(path).read_text().splitlines()
+    assert first.startswith("# ")
+    header = "\n".join(line for line in [first, *rest] if line.startswith("#"))
+    assert "Hardware:" in header
+    assert "Expected result:" in header
+
+
+def test_no_two_configs_write_to_one_folder() -> None:
+    folders = [load(TrainConfig, [path]).output_dir for path in CONFIGS]
+    assert len(set(folders)) == len(folders)
+
+
+@pytest.mark.parametrize("kind", ["shapes", "general"])
+def test_held_out_prompts_are_held_out(kind: str) -> None:
+    train, held_out = (
+        {record.prompt for record in load_prompts(f"configs/prompts/{kind}_{part}.txt")}
+        for part in ("train", "eval")
+    )
+    assert not train & held_out
+
+
+def test_the_public_qwen_image_recipe_is_as_published() -> None:
+    config = load(TrainConfig, [ALIGNED])
+    rollout, optim = config.rollout, config.optim
+    assert (rollout.num_prompts, rollout.group_size, rollout.num_samples) == (32, 16, 512)
+    assert (rollout.height, rollout.width, rollout.num_inference_steps) == (512, 512, 10)
+    assert (rollout.true_cfg_scale, rollout.negative_prompt) == (4.0, " ")
+    assert (rollout.sde_type, rollout.noise_level) == ("sde", 1.2)
+    assert rollout.window == RandomWindow(size=2, start_min=0, start_max=3)
+    windows = {rollout.window.choose(i, 10, config.seed) for i in range(100)}
+    assert windows == {(0, 1), (1, 2), (2, 3), (3, 4)}
+    assert (optim.lr, optim.betas, optim.eps, optim.weight_decay) == (
+        3e-4,
+        (0.9, 0.999),
+        1e-8,
+        1e-4,
+    )
+    assert (optim.max_grad_norm, optim.updates_per_iteration, optim.warmup_updates) == (1.0, 2, 0)
+    assert config.model.lora is not None
+    assert (config.model.lora.rank, config.model.lora.alpha) == (64, 128.0)
+    assert (config.model.lora.init, len(config.model.lora.targets)) == ("gaussian", 12)
+    assert (config.model.dtype, config.model.gradient_checkpointing) == ("bfloat16", True)
+    assert (config.algorithm.clip_range, config.algorithm.adv_clip_max) == (1e-4, 5.0)
+    assert (config.algorithm.advantage_std, config.algorithm.kl_beta) == ("batch", 0.0)
+    assert (config.eval.every, config.checkpoint.every) == (30, 30)
+    assert config.eval.num_inference_steps == 50

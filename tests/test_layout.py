@@ -1,0 +1,70 @@
+"""What the repository promises of its own sources."""
+
+import ast
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("miles_rollout", "trainers", "recipes")
+FOLDERS = (*PACKAGES, "tests", "benchmarks")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
+PROGRAMS = (
+    "recipes/",
+    "miles_rollout/check.py",
+    "miles_rollout/testing/pretrain_qwen_image.py",
+    "trainers/config_docs.py",
+)
+
+BANNED = {
+    # Global state, and formats that run code when they are read.
+    "np.random.seed": (),
+    "pickle.load": (),
+    "pickle.loads": (),
+    "torch.load": (),
+    # Inside fork_rng, for the initial weights of the tiny models.
+    "torch.manual_seed": ("miles_rollout/testing/",),
+    "print": PROGRAMS,
+}
+
+
+def _calls(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def test_files_are_short() -> None:
+    assert {path.name: n for path in SOURCES if (n := _lines(path)) > 500} == {}
+    assert statistics.median(_lines(path) for path in SHIPPED if _lines(path) > 5) <= 130
+
+
+@pytest.mark.parametrize("call", BANNED)
+def test_banned_calls(call: str) -> None:
+    found = [
+        name
+        for path in SHIPPED
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(BANNED[call])
+        and call in _calls(path)
+    ]
+    assert found == []
+
+
+def test_sources_are_ascii() -> None:
+    files = [
+        *SOURCES,
+        *(p for p in (ROOT / "configs").rglob("*") if p.is_file()),
+        *(p for p in (ROOT / "docs").rglob("*.md")),
+        *ROOT.glob("*.md"),
+    ]
+    assert [str(path) for path in files if not path.read_bytes().isascii()] == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    missing = [str(path) for path in SHIPPED if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert missing == []

@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from miles_rollout.testing import tiny_qwen_image
+from tests.tiny_run import ROOT, tiny_config, tiny_trainer
+from trainers.build import read_inputs
+from trainers.config import TrainConfig
+from trainers.config_loader import load, to_yaml
+from trainers.dry_run import describe
+
+
+def _described(*overrides: str) -> str:
+    config = tiny_config(Path("runs/x"), *overrides)
+    return describe(config, read_inputs(config))
+
+
+def test_the_resolved_config_comes_first() -> None:
+    config = tiny_config(Path("runs/x"))
+    assert describe(config, read_inputs(config)).startswith(to_yaml(config))
+
+
+def test_batch_arithmetic_is_told() -> None:
+    text = _described("rollout.chunk_size=3", "optim.micro_batch_size=2")
+    assert "2 prompts x 4 samples = 8 samples an iteration, in 3 chunks of 3 rows" in text
+    assert "1 updates of 8 samples x 2 trained steps [0, 2]" in text
+    assert "backward of 2 rows at a time" in text
+    assert "192 training prompts; evaluation of 2 held-out prompts x 1 samples" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rollout", "train"),
+    [
+        ([], "rollout 32 = 8 x 4 steps x 1", "train 16 = 8 x 2 steps x 1,"),
+        (
+            ["rollout.true_cfg_scale=4", "rollout.negative_prompt=' '", "algorithm.kl_beta=0.1"],
+            "rollout 64 = 8 x 4 steps x 2 (guidance)",
+            "train 64 = 8 x 2 steps x 2 x 2 (reference for the KL)",
+        ),
+    ],
+)
+def test_denoiser_forwards_are_those_that_a_run_makes(
+    overrides: list[str], rollout: str, train: str
+) -> None:
+    text = _described(*overrides)
+    assert rollout in text
+    assert train in text
+
+
+@pytest.mark.parametrize("lora", ["{rank: 4, alpha: 8}", "null"])
+def test_parameters_are_those_of_the_model(tmp_path: Path, lora: str) -> None:
+    text = _described(f"model.lora={lora}")
+    trainer = tiny_trainer(tmp_path, f"model.lora={lora}")
+    trained = sum(p.numel() for p in trainer.policy.parameters.values())
+    assert f"trained {trained / 1e6:.2f} M parameters" in text
+    total = sum(p.numel() for p in tiny_qwen_image().transformer.parameters())
+    assert f"denoiser {total / 1e6:.1f} M parameters" in text
+
+
+def test_the_released_model_is_measured_without_loading_it() -> None:
+    path = ROOT / "configs/qwen_image/flow_grpo_aligned.yaml"
+    config = load(TrainConfig, [path], [f"data.{k}={ROOT / v}" for k, v in _files().items()])
+    text = describe(config, read_inputs(config))
+    assert "denoiser 20430.4 M parameters, 38.1 GiB (sizes of the released Qwen-Image)" in text
+    assert "65536 elements each" in text
+    assert "rollout 10240 = 512 x 10 steps x 2 (guidance)" in text
+    assert "2 updates of 256 samples x 2 trained steps" in text
+
+
+def _files() -> dict[str, str]:
+    return {
+        "train": "configs/prompts/general_train.txt",
+        "eval": "configs/prompts/general_eval.txt",
+    }

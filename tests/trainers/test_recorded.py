@@ -1,0 +1,81 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_run import tiny_trainer, train
+from trainers.recorded import RecordedRolloutError, check_rollouts, load_rollout, save_rollout
+from trainers.update import TrainingError
+
+HOLE = "rewards=[{name: 'tests.tiny_run:brightness_with_a_hole'}]"
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    output_dir = tmp_path_factory.mktemp("live")
+    trainer = tiny_trainer(output_dir, HOLE, "debug.save_rollouts=true", "eval.every=0")
+    metrics = train(trainer)
+    return SimpleNamespace(trainer=trainer, metrics=metrics, root=output_dir / "rollouts")
+
+
+def test_recorded_rollouts_train_the_same_bits(live: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, HOLE, f"debug.load_rollouts={live.root}", "eval.every=0")
+    transformer, calls = trainer.engine.pipe.transformer, []
+    transformer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    metrics = train(trainer)
+    expected = live.trainer.policy.tensors()
+    assert all(torch.equal(t, expected[name]) for name, t in trainer.policy.tensors().items())
+    for got, wanted in zip(metrics, live.metrics, strict=True):
+        for key in wanted.keys() - {k for k in wanted if k.startswith("perf/")}:
+            assert got[key] == wanted[key], key
+    evaluated = 4 * 2  # first, last, before, after; 2 steps each
+    assert calls.count(False) == evaluated, "nothing is rolled out"
+    assert metrics[0]["rollout/reward/masked"] == 1
+
+
+def test_a_rollout_comes_back_as_it_was(live: Any, tmp_path: Path) -> None:
+    batches, scores = load_rollout(live.root, 1)
+    save_rollout(tmp_path, 7, batches, scores)
+    again, scores_again = load_rollout(tmp_path, 7)
+    assert len(again) == len(batches) == 4
+    for a, b in zip(batches, again, strict=True):
+        assert torch.equal(a.latents["image"], b.latents["image"])
+        assert torch.equal(a.trajectory.log_probs, b.trajectory.log_probs)
+        assert torch.equal(a.group_ids, b.group_ids)
+        assert torch.equal(a.sample_ids, b.sample_ids)
+        assert (a.prompts, a.metadata) == (b.prompts, b.metadata)
+    assert torch.equal(scores.masked, scores_again.masked)
+    assert torch.equal(scores.total, scores_again.total) or scores.masked.any()
+    assert scores.total.nan_to_num().tolist() == scores_again.total.nan_to_num().tolist()
+    assert scores.total.dtype == scores_again.total.dtype == torch.float64
+    assert scores.errors == scores_again.errors
+    assert scores.errors
+    assert scores.components.keys() == scores_again.components.keys()
+
+
+def test_recording_again_leaves_nothing_of_the_old_one(live: Any, tmp_path: Path) -> None:
+    batches, scores = load_rollout(live.root, 0)
+    save_rollout(tmp_path, 0, batches, scores)
+    save_rollout(tmp_path, 0, batches[:1], scores)
+    assert len(list((tmp_path / "iteration_000000").glob("chunk_*"))) == 1
+
+
+def test_what_was_not_recorded_is_told(live: Any) -> None:
+    check_rollouts(live.root, range(2))
+    with pytest.raises(RecordedRolloutError, match=r"iteration 2; got 2 in .*set iterations to 2"):
+        check_rollouts(live.root, range(3))
+    with pytest.raises(RecordedRolloutError, match="no recorded rollout of iteration 5"):
+        load_rollout(live.root, 5)
+
+
+def test_recorded_chunks_that_do_not_split_into_updates_stop(live: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer(
+        tmp_path,
+        f"debug.load_rollouts={live.root}",
+        "rollout.chunk_size=3",
+        "optim.updates_per_iteration=3",
+    )
+    with pytest.raises(TrainingError, match=r"got 4 for optim\.updates_per_iteration 3"):
+        train(trainer)
