@@ -1,9 +1,11 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from safetensors.torch import load_file
 from torch import Tensor
 
 from miles_rollout import RolloutEngine
@@ -154,6 +156,31 @@ def test_the_export_is_the_policy_in_stock_diffusers(tmp_path: Path) -> None:
         for pipe in (policy.engine.pipe, stock)
     )
     assert torch.equal(trained, loaded)
+
+
+def test_equal_policies_export_equal_bytes(tmp_path: Path) -> None:
+    policy = _policy()
+    _move(policy)
+    exports = set()
+    for number in range(6):  # two keys in random order: 1 in 32 to be equal by chance
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        policy.export(folder)
+        (path,) = folder.iterdir()
+        exports.add(path.read_bytes())
+    (content,) = exports
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    assert list(header) == sorted(header)
+    assert len(header["__metadata__"]) >= 2
+    tensors = load_file(tmp_path / "0" / "pytorch_lora_weights.safetensors")
+    saved = policy.tensors()
+    assert len(tensors) == len(saved)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in saved.items())
+
+
+def test_gradient_checkpointing_is_switched_on() -> None:
+    assert not _policy().engine.pipe.transformer.is_gradient_checkpointing
+    assert _policy(gradient_checkpointing=True).engine.pipe.transformer.is_gradient_checkpointing
 
 
 def test_full_weights_are_exported_by_the_checkpoint_alone(tmp_path: Path) -> None:

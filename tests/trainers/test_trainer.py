@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 import trainers.trainer
 from miles_rollout import RolloutBatch
 from miles_rollout.testing import tiny_qwen_image
-from tests.tiny_run import metrics_of, tiny_config, tiny_trainer, train, without_perf
+from tests.tiny_run import brightness, metrics_of, tiny_config, tiny_trainer, train, without_perf
 from trainers.build import build_trainer, read_inputs, run
 from trainers.evaluation import Evaluation
+from trainers.recorded import load_rollout
 from trainers.rewards.scoring import RewardFailure, Scores
 from trainers.trainer import Trainer
 from trainers.update import TrainingError
@@ -204,11 +206,18 @@ def test_the_denoiser_runs_no_more_than_it_must(tmp_path: Path) -> None:
     assert counts["text"] == 4 + 9 + 1, "4 training and 9 held-out prompts, and the negative one"
 
 
-def test_guided_rollouts_replay_with_ratio_one(tmp_path: Path) -> None:
-    trainer = tiny_trainer(
-        tmp_path, "iterations=1", "rollout.true_cfg_scale=4", "rollout.negative_prompt=' '"
-    )
-    (line, _) = train(trainer)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.true_cfg_scale=4", "rollout.negative_prompt=' '"],
+        ["model.dtype=bfloat16", "model.gradient_checkpointing=true"],
+        ["model.dtype=bfloat16", "rollout.latent_dtype=float32", "algorithm.kl_beta=0.1"],
+        ["rollout.sde_type=cps", "rollout.same_noise=true", "rollout.chunk_size=5"],
+    ],
+    ids=["guided", "bf16", "bf16-float32-latents", "cps"],
+)
+def test_the_ratio_starts_at_one_whatever_is_sampled(tmp_path: Path, overrides: list[str]) -> None:
+    (line, _) = train(tiny_trainer(tmp_path, "iterations=1", "eval.every=0", *overrides))
     assert line["train/ratio_abs_minus_1"] == 0
     assert line["train/grad_norm"] > 0
 
@@ -263,6 +272,47 @@ def test_full_weights_train_with_and_without_a_reference(tmp_path: Path, beta: f
         train(tiny_trainer(tmp_path / "parts", *overrides, "iterations=1"))
         run(tiny_config(tmp_path / "parts", *overrides, "resume=true"))
         assert without_perf(metrics_of(tmp_path / "parts")) == without_perf(metrics)
+
+
+@pytest.mark.parametrize("reward", ["brightness", "brightness_with_a_hole"])
+def test_every_sample_is_trained_with_its_own_advantage(tmp_path: Path, reward: str) -> None:
+    """The iteration's gradient, computed again from the pictures, in chunks that mix the groups."""
+    overrides = ("iterations=1", "rollout.chunk_size=3", "optim.max_grad_norm=1e9")
+    rewards = f"rewards=[{{name: 'tests.tiny_run:{reward}'}}]"
+    trainer = tiny_trainer(tmp_path / "a", *overrides, rewards, "debug.save_rollouts=true")
+    train(trainer)
+    got = {n: p.grad for n, p in trainer.policy.parameters.items() if p.grad is not None}
+
+    fresh = tiny_trainer(tmp_path / "b", *overrides)
+    batches, _ = load_rollout(tmp_path / "a/rollouts", 0)
+    scores: dict[tuple[int, int], float] = {}
+    for batch in batches:
+        media = fresh.engine.decode(batch.latents, **batch.trajectory.request)
+        keys = zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
+        scores |= dict(zip(keys, brightness(media, [], []), strict=True))
+    live = [key for i, key in enumerate(scores) if reward == "brightness" or i != 3]
+    spread = stdev([scores[key] for key in live]) + 1e-4
+    terms = []
+    for batch in batches:
+        for row, (group, number) in enumerate(
+            zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
+        ):
+            if (group, number) not in live:
+                continue
+            mean = fmean(scores[key] for key in live if key[0] == group)
+            advantage = (scores[group, number] - mean) / spread
+            for step in (0, 2):
+                log_prob = fresh.engine.replay(batch.trajectory, step, [row]).log_prob
+                terms.append(-advantage * (log_prob - log_prob.detach()).exp())
+    loss = torch.cat(terms).mean()
+    assert len(terms) == 2 * len(live)
+    expected = torch.autograd.grad(
+        loss, [fresh.policy.parameters[name] for name in got], allow_unused=True
+    )
+    for (name, gradient), wanted in zip(got.items(), expected, strict=True):
+        assert wanted is not None
+        assert torch.allclose(gradient, wanted, rtol=1e-3, atol=1e-8), name
+    assert max(gradient.abs().max() for gradient in got.values()) > 1e-4
 
 
 def test_accumulating_micro_batches_trains_alike(tmp_path: Path) -> None:
