@@ -175,7 +175,7 @@ class FlowRolloutController:
             ).next_sample
         else:
             next_x = ode(velocity.to(torch.float32) if keeps_float32 else velocity, x)
-        self._log_probs.append(torch.zeros(len(x), device=x.device))
+        self._log_probs.append(torch.zeros(len(x), dtype=torch.float32, device=x.device))
         if self.params.debug:
             std = torch.zeros(len(x), *[1] * (x.ndim - 1), device=x.device)
             self._keep_debug(velocity=velocity, mean=next_x, std=std, noise=torch.zeros_like(x))

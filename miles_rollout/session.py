@@ -108,13 +108,14 @@ class RolloutSession:
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
         convention = convention_of(scheduler)
-        terminal = torch.tensor([convention.terminal_timestep], device="cpu")
+        timesteps = scheduler.timesteps.detach().cpu().float()
+        terminal = timesteps.new_tensor([convention.terminal_timestep])
         controller = FlowRolloutController(
             self.params,
             self.seeds,
             stream=name,
             sigmas=scheduler.sigmas,
-            timesteps=torch.cat([scheduler.timesteps.detach().cpu().float(), terminal]),
+            timesteps=torch.cat([timesteps, terminal]),
             velocity_sign=convention.velocity_sign,
         )
         if controller.plan.sde_steps:

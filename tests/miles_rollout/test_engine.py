@@ -362,6 +362,17 @@ def test_one_negative_prompt_stands_for_all(pipe):
         generate(pipe, **CFG | {"negative_prompt": [" "]})
 
 
+def test_one_negative_prompt_in_a_plain_session_serves_every_row(pipe):
+    engine = RolloutEngine(pipe)
+    generators = [torch.Generator().manual_seed(i) for i in range(2)]
+    with rollout(pipe, DEBUG, SEEDS) as session:
+        pipe(PROMPTS, negative_prompt=" ", true_cfg_scale=3.0, generator=generators, **SIZE)
+    trajectory = session.trajectory
+    assert_replays(engine, trajectory)
+    alone = engine.replay(trajectory, 1, [1]).log_prob
+    torch.testing.assert_close(alone, trajectory.log_probs[[1], 1], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("prompts", [["a b c", "d e f"], ["a", "a red circle and more"]])
 def test_masks_are_there_for_prompts_of_one_and_of_several_lengths(pipe, prompts):
     engine = RolloutEngine(pipe)

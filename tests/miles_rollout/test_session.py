@@ -451,6 +451,39 @@ def test_a_float64_state_mixes_with_deterministic_steps(pipe):
     assert trajectory.replayable_steps == (1,)
 
 
+def test_the_default_dtype_changes_nothing(pipe):
+    params = RolloutParams(sde_step_indices=[1])
+    plain = run(pipe, params)[0].streams["image"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        other = run(pipe, params)[0].streams["image"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("latents", "log_probs", "timesteps"):
+        a, b = getattr(plain, name), getattr(other, name)
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("when", ["before", "inside"])
+def test_a_stock_call_of_a_sharing_pipeline_is_never_recorded_as_ours(pipe, when):
+    sharing = QwenImagePipeline.from_pipe(pipe)
+    sharing.set_progress_bar_config(disable=True)
+
+    def other(*_):
+        call(sharing)
+        return {}
+
+    if when == "inside":
+        with pytest.raises(RolloutStateError):
+            run(pipe, callback_on_step_end=other)
+        return
+    with rollout(pipe, NOISY, SEEDS) as session:
+        other()
+        call(pipe)
+    assert torch.equal(session.trajectory.log_probs, run(pipe)[0].log_probs)
+
+
 def test_a_subclassed_pipeline(pipe):
     class Mine(QwenImagePipeline):
         def __call__(self, *args, **kwargs):
