@@ -99,16 +99,26 @@ class CallRecorder:
         # id -> (the tensor, its version, its snapshot); holding the tensor keeps its id its own.
         self._snapshots: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._touched: set[int] = set()
+        # Argument name -> (a container without tensors, its copy); and the ids of all such copies,
+        # which the recorded calls keep alive.
+        self._plain: dict[str, tuple[Any, Any]] = {}
+        self._plain_ids: set[int] = set()
+        self._saw_tensor = False
+        self._autocast: torch.dtype | None = None
 
     # Tensors born in inference mode could never be trained on.
     @torch.inference_mode(False)
     @torch.no_grad()
     def record(self, step: int, module: str, args: tuple[Tree, ...], kwargs: Tree) -> None:
         """Snapshot one call of ``step``."""
-        call = DenoiserCall(module, args, kwargs).map(self._leaf)
-        device = tensors_of({step: [call]})[0].device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.steps.setdefault(step, []).append(replace(call, autocast=autocast))
+        self._autocast = None
+        call = DenoiserCall(
+            module,
+            tuple(self._value(str(i), arg) for i, arg in enumerate(args)),
+            {name: self._value(name, value) for name, value in kwargs.items()},
+            self._autocast,
+        )
+        self.steps.setdefault(step, []).append(call)
 
     def resolve_state(self, step: int, stream: str, sample: Tensor) -> None:
         """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed.
@@ -123,8 +133,20 @@ class CallRecorder:
         if known[1] != version or (version < 0 and not torch.equal(known[2], sample)):
             return
         snapshot, state = known[2], StreamState(stream, sample.dtype)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return state if value is snapshot else value
+            if id(value) in self._plain_ids:
+                return value
+            return map_tree(lambda _, leaf: state if leaf is snapshot else leaf, value, "")
+
         self.steps[step] = [
-            call.map(lambda _, leaf: state if leaf is snapshot else leaf)
+            replace(
+                call,
+                args=tuple(swap(arg) for arg in call.args),
+                kwargs={name: swap(value) for name, value in call.kwargs.items()},
+            )
             for call in self.steps.get(step, [])
         ]
         del self._snapshots[id(sample)]
@@ -139,6 +161,20 @@ class CallRecorder:
         self._snapshots = {k: v for k, v in self._snapshots.items() if k in self._touched}
         self._touched = set()
 
+    def _value(self, name: str, value: Any) -> Any:
+        """The snapshot of one argument; a container without tensors that recurs is copied once."""
+        if not isinstance(value, (Mapping, tuple, list)):
+            return self._leaf(name, value)
+        known = self._plain.get(name)
+        if known is not None and known[0] is value and known[1] == value:
+            return known[1]
+        self._saw_tensor = False
+        copied = map_tree(self._leaf, value, name)
+        if not self._saw_tensor:
+            self._plain[name] = (value, copied)
+            self._plain_ids.add(id(copied))
+        return copied
+
     def _leaf(self, name: str, leaf: Any) -> Any:
         if leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype)):
             return leaf
@@ -147,6 +183,10 @@ class CallRecorder:
                 f"rollout: the denoiser's argument {name!r} cannot be recorded for replay; got a "
                 f"{type(leaf).__name__}; pass tensors, numbers, strings or containers of them"
             )
+        self._saw_tensor = True
+        device = leaf.device.type
+        if torch.is_autocast_enabled(device):
+            self._autocast = torch.get_autocast_dtype(device)
         version = version_of(leaf)
         known = self._snapshots.get(id(leaf))
         if version < 0 or known is None or known[0] is not leaf or known[1] != version:
