@@ -166,7 +166,8 @@ class CallRecorder:
         if not isinstance(value, (Mapping, tuple, list)):
             return self._leaf(name, value)
         known = self._plain.get(name)
-        if known is not None and known[0] is value and known[1] == value:
+        # By repr: 1, 1.0 and True are equal, and a denoiser may tell them apart.
+        if known is not None and known[0] is value and repr(known[1]) == repr(value):
             return known[1]
         self._saw_tensor = False
         copied = map_tree(self._leaf, value, name)

@@ -25,6 +25,17 @@ def test_a_call_is_a_copy_of_its_whole_tree():
     assert call.kwargs["tree"]["a"][1:] == [(1, None, "x", 2.0, True, torch.bfloat16)]
 
 
+def test_a_plain_container_is_recorded_as_it_was_at_each_call():
+    recorder, tree, prompt = CallRecorder(), {"scale": 1, "shapes": [(1, 4, 4)]}, torch.ones(1)
+    steps = []
+    for change in ({}, {"scale": 2}, {"scale": 2.0}, {"shapes": [(1, 4, 8)]}, {"scale": True}):
+        tree.update(change)
+        record(prompt, recorder=recorder, step=len(steps), tree=tree)
+        steps.append(repr(tree))
+    tree["shapes"].append("later")
+    assert [repr(recorder.steps[i][0].kwargs["tree"]) for i in range(5)] == steps
+
+
 def test_an_argument_that_cannot_be_stored_is_refused_by_name():
     message = "argument 'control' cannot be recorded for replay; got a set"
     with pytest.raises(RolloutParamsError, match=message):
