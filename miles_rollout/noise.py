@@ -34,13 +34,8 @@ def derive_seed(*key: Key) -> int:
 
 def keyed_generator(*key: Key) -> torch.Generator:
     """A CPU generator whose whole Mersenne Twister state is the (extended) hash of ``key``."""
-    state = _STATE.copy()
-    words = hashlib.shake_128(_encode(key)).digest(4 * _NUM_WORDS)
-    state[_WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].view(np.uint64)[:] = np.frombuffer(
-        words, dtype=np.uint32
-    )
-    generator = torch.Generator("cpu")
-    generator.set_state(torch.from_numpy(state))
+    generator = torch.Generator()
+    generator.set_state(_states([key])[0])
     return generator
 
 
@@ -48,10 +43,23 @@ def keyed_noise(
     seeds: Sequence[int], shape: Sequence[int], *key: Key, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "batch ..."]:
     """Standard normals [B, *shape] on the CPU; row i depends on ``seeds[i]`` and ``key`` alone."""
-    noise = torch.empty(len(seeds), *shape, dtype=dtype, device="cpu")
-    for row, seed in zip(noise, seeds, strict=True):
-        row.normal_(generator=keyed_generator(*key, seed))
+    noise = torch.empty(len(seeds), *shape, dtype=dtype)
+    generator = torch.Generator()
+    for row, state in zip(noise.unbind(0), _states([(*key, seed) for seed in seeds]), strict=True):
+        generator.set_state(state)
+        row.normal_(generator=generator)
     return noise
+
+
+def _states(keys: Sequence[tuple[Key, ...]]) -> list[Tensor]:
+    """The generator states of some keys, in the layout that torch reads."""
+    words = b"".join(hashlib.shake_128(_encode(key)).digest(4 * _NUM_WORDS) for key in keys)
+    states = np.tile(_STATE, (len(keys), 1))
+    states[:, _WORDS_AT : _WORDS_AT + 8 * _NUM_WORDS].view(np.uint64)[:] = np.frombuffer(
+        words, dtype=np.uint32
+    ).reshape(len(keys), _NUM_WORDS)
+    # One tensor a row: set_state crashes on a view that does not begin its storage.
+    return [torch.from_numpy(state) for state in states]
 
 
 def _encode(key: tuple[Key, ...]) -> bytes:
