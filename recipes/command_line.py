@@ -46,3 +46,6 @@ def main(doc: str, *, default: str) -> None:
     except MilesRolloutError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: resume=true goes on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)

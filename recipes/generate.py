@@ -14,7 +14,7 @@ from torch import Tensor
 
 from miles_rollout import RolloutEngine
 from miles_rollout.errors import MilesRolloutError
-from trainers.build import RunError, build_device, load_policy_pipeline
+from trainers.build import RunError, build_device, load_policy_pipeline, make_folder
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import from_tree
@@ -28,10 +28,10 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
     folder = find(checkpoint)
     tensors, state = load_checkpoint(folder)
     config = from_tree(TrainConfig, state["config"], str(folder))
+    make_folder(out, "--out")
     engine = RolloutEngine(load_policy_pipeline(config, build_device(config.model.device)))
     policy = Policy(engine, config.model.lora, seed=config.seed)
     policy.load(tensors["policy"])
-    out.mkdir(parents=True, exist_ok=True)
     images: list[Tensor] = []
     captions: list[str] = []
     for batch in engine.generate(

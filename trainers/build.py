@@ -74,7 +74,8 @@ def run(config: TrainConfig) -> Path:
     inputs = read_inputs(config)
     checkpoint = find_checkpoint(config)
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
-    output_dir = _make_output_dir(config)
+    # Before the model is loaded: minutes later is too late to hear of a folder without access.
+    output_dir = make_folder(config.output_dir, "output_dir")
     trainer = build_trainer(config, inputs)
     if saved is not None and checkpoint is not None:
         trainer.restore(*saved)
@@ -151,22 +152,22 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return folder
 
 
-def _make_output_dir(config: TrainConfig) -> Path:
-    """Before the model is loaded: hours later is too late to hear of a folder without access."""
-    output_dir = Path(config.output_dir)
+def make_folder(path: str | Path, name: str) -> Path:
+    """Make the folder that ``name`` asks for. Raises ``RunError`` where that cannot be."""
+    folder = Path(path)
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"output_dir: cannot be made; got {str(output_dir)!r} ({error.strerror}); set another "
-            "folder"
+            f"{name}: cannot be made; got {str(folder)!r} ({error.strerror}); set another folder"
         ) from error
-    return output_dir
+    return folder
 
 
 def _set_later_aside(root: Path, iteration: int) -> None:
     """Move checkpoints after ``iteration``, which is trained anew, where no one takes them for ours."""
-    later = [f for f in root.glob("iteration_*") if int(f.name.partition("_")[2]) > iteration]
+    numbers = {f: f.name.removeprefix("iteration_") for f in root.glob("iteration_*")}
+    later = [f for f, text in numbers.items() if text.isdecimal() and int(text) > iteration]
     if not later:
         return
     number = 1

@@ -105,12 +105,17 @@ class RolloutConfig:
             )
         if self.sde_type == "ode":
             raise ValueError("an ode rollout has no log-prob to train on; set sde_type sde or cps")
+        if self.true_cfg_scale < 1:
+            raise ValueError(
+                f"true_cfg_scale must be at least 1, which is no guidance; got "
+                f"{self.true_cfg_scale}"
+            )
         if self.true_cfg_scale > 1 and self.negative_prompt is None:
             raise ValueError(
                 f"true_cfg_scale {self.true_cfg_scale} has no effect without a negative prompt; "
                 'set negative_prompt " " or true_cfg_scale 1'
             )
-        if self.true_cfg_scale <= 1 and self.negative_prompt is not None:
+        if self.true_cfg_scale == 1 and self.negative_prompt is not None:
             raise ValueError(
                 f"negative_prompt has no effect at true_cfg_scale {self.true_cfg_scale}; set "
                 "true_cfg_scale above 1 or negative_prompt null"

@@ -7,6 +7,7 @@ and noise are keyed by the number, so a resumed run repeats an uninterrupted one
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -95,6 +96,7 @@ class Trainer:
                 "best": self.best,
                 "optimizer": optimizer,
                 "config": to_tree(self.config),
+                "prompts": self._prompts(),
             },
         )
         self.policy.export(folder)
@@ -116,7 +118,14 @@ class Trainer:
         self.iteration = state["iteration"]
         self.num_updates = state["num_updates"]
         self.best = dict(state["best"])
-        _warn_of_changes(state["config"], to_tree(self.config))
+        _warn_of_changes(
+            state["config"] | {"prompts": state["prompts"]},
+            to_tree(self.config) | {"prompts": self._prompts()},
+        )
+
+    def _prompts(self) -> dict[str, str]:
+        """What the files held, by digest: their names in the config may stay and their lines not."""
+        return {"train": _digest(self.train_prompts), "eval": _digest(self.eval_prompts)}
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -140,11 +149,12 @@ class Trainer:
         metrics: dict[str, Any] = {}
         images: dict[str, list[SampleImage]] = {}
         every = self.config.eval.every
+        clock = _Clock()
         if self.iteration == 0 or (every and self.iteration % every == 0):
-            evaluation = self._evaluate()
+            with clock.time("eval_s"):
+                evaluation = self._evaluate()
             metrics |= evaluation.metrics()
             images |= self._eval_images(evaluation)
-        clock = _Clock()
         batches, scores = self._rollout(clock)
         group_ids = torch.cat([batch.group_ids for batch in batches])
         advantages = self.algorithm.advantages(scores.total, group_ids)
@@ -156,7 +166,8 @@ class Trainer:
         metrics |= trained
         clock.seconds["iteration_s"] = time.perf_counter() - started
         metrics |= {f"perf/{name}": value for name, value in clock.seconds.items()}
-        metrics["perf/samples_per_s"] = len(group_ids) / clock.seconds["iteration_s"]
+        spent = clock.seconds["iteration_s"] - clock.seconds["eval_s"]
+        metrics["perf/samples_per_s"] = len(group_ids) / spent
         histograms["train/advantages"] = advantages
         tracker.log(self.iteration, metrics, histograms=histograms, images=images)
         bar.set_postfix(
@@ -326,7 +337,9 @@ class _Clock:
     """Seconds by name."""
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("rollout_s", "decode_s", "reward_s", "train_s"), 0.0)
+        self.seconds = dict.fromkeys(
+            ("eval_s", "rollout_s", "decode_s", "reward_s", "train_s"), 0.0
+        )
 
     @contextlib.contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -403,6 +416,11 @@ def _warn_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> No
     ]
     if changed:
         logger.warning("resume: settings differ from the saved run's: %s", "; ".join(changed))
+
+
+def _digest(records: Sequence[PromptRecord]) -> str:
+    content = repr([(record.prompt, dict(record.metadata)) for record in records])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

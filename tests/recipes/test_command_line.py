@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from recipes import command_line
 from tests.tiny_run import OVERRIDES, ROOT, metrics_of, tiny_config, without_perf
 from trainers.build import run
+from trainers.config import TrainConfig
 
 DEFAULT = "configs/qwen_image/tiny_cpu.yaml"
 
@@ -97,6 +98,19 @@ def test_a_folder_with_an_equals_sign_is_still_a_file(
     path.write_text("iterations: 77\n")
     _main(monkeypatch, "--dry-run", str(path))
     assert "iterations: 77" in capsys.readouterr().out
+
+
+def test_an_interruption_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(config: TrainConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_line, "run", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        _main(monkeypatch, "output_dir=runs/never-made")
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted: resume=true goes on")
 
 
 def _recipe(output_dir: Path, *overrides: str) -> subprocess.Popen[bytes]:

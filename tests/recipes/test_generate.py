@@ -93,6 +93,21 @@ def test_a_run_folder_means_its_latest_checkpoint(output_dir: Path) -> None:
         find(output_dir / "samples")
 
 
+def test_a_folder_that_cannot_be_made_is_told(output_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="--out: cannot be made; got"):
+        generate.generate(output_dir, PROMPTS, tmp_path / "file" / "out", seed=0, count=1)
+
+
+def test_full_weights_draw_too(tmp_path: Path) -> None:
+    full = ("iterations=1", "model.lora=null", "optim.lr=0.01", "eval.every=0")
+    run(tiny_config(tmp_path / "run", *full))
+    grid = generate.generate(tmp_path / "run", ["a cat"], tmp_path / "a", seed=0, count=1)
+    run(tiny_config(tmp_path / "still", *full, "optim.lr=0"))
+    still = generate.generate(tmp_path / "still", ["a cat"], tmp_path / "b", seed=0, count=1)
+    assert grid.read_bytes() != still.read_bytes()
+
+
 def test_a_mistake_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,20 @@ def test_changed_settings_are_told_and_used(
     )
     (group,) = made[0].optimizer.param_groups
     assert (group["weight_decay"], group["eps"], group["betas"]) == (0.5, 1e-6, (0.9, 0.999))
+
+
+def test_other_lines_in_a_prompt_file_are_told(
+    whole: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = _interrupted(whole, tmp_path / "run", 4, lines=5)
+    config = tiny_config(folder, *LONG, "resume=true")
+    inputs = read_inputs(config)
+    inputs.train_prompts.pop()
+    with caplog.at_level(logging.WARNING):
+        trainer = build_trainer(config, inputs)
+        trainer.restore(*load_checkpoint(folder / "checkpoints/iteration_000004"))
+    (message,) = [r.getMessage() for r in caplog.records if "settings differ" in r.getMessage()]
+    assert re.fullmatch(r".*run's: prompts\.train '\w{12}' -> '\w{12}'", message)
 
 
 def test_another_lora_than_the_saved_one_is_refused(whole: Path, tmp_path: Path) -> None:

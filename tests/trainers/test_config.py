@@ -59,6 +59,7 @@ def test_a_tree_that_is_no_config_names_its_label() -> None:
         ("rollout.noise_level=0", "a stochastic step without noise has no density"),
         ("rollout.noise_level=nan", "rollout.noise_level: "),
         ("rollout.true_cfg_scale=4", "has no effect without a negative prompt"),
+        ("rollout.true_cfg_scale=0.5", "true_cfg_scale must be at least 1"),
         ("rollout.negative_prompt=' '", "negative_prompt has no effect at true_cfg_scale 1"),
         ("rollout.window={type: fixed, steps: [10]}", "step 10 does not exist; got 10 steps"),
         ("rollout.window={type: fixed, steps: [1, 1]}", "one or more different steps"),
