@@ -1,6 +1,7 @@
 """What the repository promises of its own sources."""
 
 import ast
+import functools
 import statistics
 from pathlib import Path
 
@@ -30,6 +31,7 @@ BANNED = {
 }
 
 
+@functools.cache
 def _calls(path: Path) -> set[str]:
     nodes = ast.walk(ast.parse(path.read_text()))
     return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
