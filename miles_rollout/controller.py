@@ -54,7 +54,11 @@ class FlowRolloutController:
         self._velocity_sign = velocity_sign
         self._mask = mask
         self._euler_ode = euler_ode
-        self._latents: dict[int, Tensor] = {}
+        self.replayable = frozenset(self.plan.replayable)
+        """The steps whose denoiser calls are worth recording."""
+        self._sde_steps = frozenset(self.plan.sde_steps)
+        self._place = {boundary: k for k, boundary in enumerate(self.plan.boundaries)}
+        self._latents: Tensor | None = None
         self._log_probs: list[Tensor] = []
         self._debug: dict[str, list[Tensor]] = {}
         self._state: Tensor | None = None
@@ -92,7 +96,7 @@ class FlowRolloutController:
         if keeps_float32:
             x = sample.to(torch.float32) if self._state is None else self._state
         self._capture(step, x)
-        if step in self.plan.sde_steps:
+        if step in self._sde_steps:
             next_x = self._stochastic(
                 velocity, x, step, torch.float32 if keeps_float32 else out_dtype
             )
@@ -118,15 +122,13 @@ class FlowRolloutController:
             )
         log_probs = torch.stack(self._log_probs, dim=1)
         self._check_finite(log_probs)
-        kept = sorted(self._latents)
         rows = len(self._seeds)
-        latents = [self._latents[b] for b in kept]
         num_elements = torch.full((rows,), self._numel, device=log_probs.device)
         if self._mask is not None:
             num_elements = self._mask.flatten(1).sum(1)
         return StreamTrajectory(
-            latents=_stack(latents) if latents else torch.empty(rows, 0),
-            latent_step_indices=torch.tensor(kept, dtype=torch.int64),
+            latents=torch.empty(rows, 0) if self._latents is None else self._latents,
+            latent_step_indices=torch.tensor(self.plan.boundaries, dtype=torch.int64),
             timesteps=self._timesteps.clone(),
             sigmas=self._sigmas.clone(),
             log_probs=log_probs,
@@ -186,9 +188,16 @@ class FlowRolloutController:
             self._debug.setdefault(name, []).append(tensor.detach().to(torch.float32, copy=True))
 
     def _capture(self, boundary: int, state: Tensor) -> None:
+        """Copy a kept state to its place in [B, K, ...]; the widest dtype that occurs wins."""
         self._numel = state[0].numel()
-        if boundary in self.plan.boundaries:
-            self._latents[boundary] = state.detach().clone(memory_format=torch.contiguous_format)
+        if boundary not in self._place:
+            return
+        if self._latents is None:
+            shape = (len(state), len(self._place), *state.shape[1:])
+            self._latents = torch.empty(shape, dtype=state.dtype, device=state.device)
+        widest = torch.promote_types(self._latents.dtype, state.dtype)
+        self._latents = self._latents.to(widest)
+        self._latents[:, self._place[boundary]] = state
 
     def _check_finite(self, log_probs: Tensor) -> None:
         """One look at the end, since a NaN stays: a look a step would stall the accelerator."""
@@ -215,7 +224,7 @@ class FlowRolloutController:
                 f"rollout: one seed a row is needed; got {len(self._seeds)} seeds for "
                 f"{len(sample)} rows of stream {self.stream!r}; pass {len(sample)} seeds"
             )
-        near_noise = {step, step - 1} & set(self.plan.sde_steps)
+        near_noise = step in self._sde_steps or step - 1 in self._sde_steps
         if self._emitted is None or not (near_noise or self.params.latent_dtype == "float32"):
             return
         emitted, version = self._emitted
@@ -227,11 +236,3 @@ class FlowRolloutController:
                 "next to a stochastic step, so its log-prob would describe another sample; got a "
                 "changed latent; remove the callback that changes it, or declare it in an adapter"
             )
-
-
-def _stack(latents: list[Tensor]) -> Tensor:
-    """[B, K, ...]; a pipeline that changes the dtype after its first step gets the wider one."""
-    dtype = latents[0].dtype
-    for latent in latents:
-        dtype = torch.promote_types(dtype, latent.dtype)
-    return torch.stack([latent.to(dtype) for latent in latents], dim=1)

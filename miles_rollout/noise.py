@@ -34,7 +34,7 @@ def derive_seed(*key: Key) -> int:
 
 def keyed_generator(*key: Key) -> torch.Generator:
     """A CPU generator whose whole Mersenne Twister state is the (extended) hash of ``key``."""
-    generator = torch.Generator()
+    generator = torch.Generator("cpu")
     generator.set_state(_states([key])[0])
     return generator
 
@@ -43,8 +43,8 @@ def keyed_noise(
     seeds: Sequence[int], shape: Sequence[int], *key: Key, dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "batch ..."]:
     """Standard normals [B, *shape] on the CPU; row i depends on ``seeds[i]`` and ``key`` alone."""
-    noise = torch.empty(len(seeds), *shape, dtype=dtype)
-    generator = torch.Generator()
+    noise = torch.empty(len(seeds), *shape, dtype=dtype, device="cpu")
+    generator = torch.Generator("cpu")
     for row, state in zip(noise.unbind(0), _states([(*key, seed) for seed in seeds]), strict=True):
         generator.set_state(state)
         row.normal_(generator=generator)

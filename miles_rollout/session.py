@@ -132,7 +132,7 @@ class RolloutSession:
     def _transition(self, name: str, velocity: Tensor, sample: Tensor, **how: Any) -> Tensor:
         controller = self._controllers[name]
         step = how["step"]
-        if step in controller.plan.replayable:
+        if step in controller.replayable:
             self._recorder.resolve_state(step, name, sample)
         emitted = controller.transition(velocity, sample, **how)
         if all(c.next_step > step for c in self._controllers.values()):
@@ -164,7 +164,7 @@ class RolloutSession:
                 f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for {rows} rows; "
                 f"pass {rows} seeds"
             )
-        if any(step in c.plan.replayable for c in self._controllers.values()):
+        if any(step in c.replayable for c in self._controllers.values()):
             self._recorder.record(step, name, args, kwargs)
 
     # -- the end ----------------------------------------------------------------------------------

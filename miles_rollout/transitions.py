@@ -247,15 +247,17 @@ class _Parts:
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, device: torch.device, keep_graph: bool
     ) -> None:
+        self._num_rows = shape[0]
         self._dtype = dtype
         self._parts: list[Tensor] = []
         self._batch = None if keep_graph else torch.empty(shape, dtype=dtype, device=device)
 
     def put(self, rows: slice, part: Tensor) -> Tensor:
-        if self._batch is not None:
-            return self._batch[rows].copy_(part)
-        self._parts.append(part.to(self._dtype))
-        return self._parts[-1]
+        if self._batch is None or rows == slice(0, self._num_rows):
+            self._batch = None
+            self._parts.append(part.to(self._dtype))
+            return self._parts[-1]
+        return self._batch[rows].copy_(part)
 
     def put_sum(self, rows: slice, a: Tensor, b: Tensor) -> Tensor:
         if self._batch is not None and self._dtype == a.dtype:
@@ -263,7 +265,9 @@ class _Parts:
         return self.put(rows, a + b)
 
     def batch(self) -> Tensor:
-        return torch.cat(self._parts) if self._batch is None else self._batch
+        if self._batch is not None:
+            return self._batch
+        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
 
 
 def _log_probs(
