@@ -281,11 +281,15 @@ class Trainer:
         if gap <= bound:
             return
         worst = max(steps, key=lambda name: steps[name])
+        advice = (
+            "set optim.micro_batch_size null, compare dtype, autocast and threads with the rollout's"
+        )
+        if self.config.debug.load_rollouts:
+            advice = "a recorded rollout fits the weights that sampled it: load those, record anew"
         raise TrainingError(
             f"train: replay is not the rollout, so the ratio of the first update is not 1; got "
             f"|ratio - 1| {gap:.3g} above {bound:.3g}, largest at {worst} (log-prob gap "
-            f"{steps[worst]:.3g}); set optim.micro_batch_size null, compare dtype, autocast and "
-            f"threads with the rollout's, or raise checks.max_ratio_abs_minus_1"
+            f"{steps[worst]:.3g}); {advice}, or raise checks.max_ratio_abs_minus_1"
         )
 
     # -- evaluation -------------------------------------------------------------------------------

@@ -70,6 +70,19 @@ def test_what_was_not_recorded_is_told(live: Any) -> None:
         load_rollout(live.root, 5)
 
 
+def test_rollouts_of_other_weights_stop(live: Any, tmp_path: Path) -> None:
+    trainer = tiny_trainer(
+        tmp_path,
+        HOLE,
+        f"debug.load_rollouts={live.root}",
+        "optim.lr=0.01",
+        "checks.max_ratio_abs_minus_1=1e-6",
+    )
+    with pytest.raises(TrainingError, match="a recorded rollout fits the weights that sampled it"):
+        train(trainer)
+    assert trainer.iteration == 1, "the first rollout is of the initial weights, which are the same"
+
+
 def test_recorded_chunks_that_do_not_split_into_updates_stop(live: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer(
         tmp_path,
