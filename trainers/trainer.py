@@ -281,9 +281,7 @@ class Trainer:
         if gap <= bound:
             return
         worst = max(steps, key=lambda name: steps[name])
-        advice = (
-            "set optim.micro_batch_size null, compare dtype, autocast and threads with the rollout's"
-        )
+        advice = "set optim.micro_batch_size null, or compare dtype and threads with the rollout's"
         if self.config.debug.load_rollouts:
             advice = "a recorded rollout fits the weights that sampled it: load those, record anew"
         raise TrainingError(
