@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from miles_rollout.conditions import version_of
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_noise
 from miles_rollout.params import RolloutParams
+from miles_rollout.schedulers import check_stochastic, convention_of
 from miles_rollout.shapes import Bool, Float
 from miles_rollout.trajectory import StreamTrajectory
 from miles_rollout.transitions import schedule_step
@@ -236,3 +237,26 @@ class FlowRolloutController:
                 "next to a stochastic step, so its log-prob would describe another sample; got a "
                 "changed latent; remove the callback that changes it, or declare it in an adapter"
             )
+
+
+def controller_for(
+    scheduler: Any, params: RolloutParams, seeds: Sequence[int], stream: str
+) -> FlowRolloutController:
+    """The controller of a stream that a diffusers scheduler drives, its timesteps being set.
+
+    Raises ``RolloutParamsError`` for a scheduler whose steps have no density, if one is needed.
+    """
+    convention = convention_of(scheduler)
+    timesteps = scheduler.timesteps.detach().cpu().float()
+    terminal = timesteps.new_tensor([convention.terminal_timestep])
+    controller = FlowRolloutController(
+        params,
+        seeds,
+        stream=stream,
+        sigmas=scheduler.sigmas,
+        timesteps=torch.cat([timesteps, terminal]),
+        velocity_sign=convention.velocity_sign,
+    )
+    if controller.plan.sde_steps:
+        check_stochastic(scheduler)
+    return controller

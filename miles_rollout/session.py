@@ -12,12 +12,12 @@ from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
 from miles_rollout.conditions import CallRecorder, check_no_dropout
-from miles_rollout.controller import FlowRolloutController
+from miles_rollout.controller import FlowRolloutController, controller_for
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
-from miles_rollout.schedulers import Transition, check_stochastic, convention_of
+from miles_rollout.schedulers import Transition
 from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
 from miles_rollout.trajectory import Conditions, RolloutTrajectory
 
@@ -107,20 +107,7 @@ class RolloutSession:
                 f"rollout: the schedule of stream {name!r} was set again after step "
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
-        convention = convention_of(scheduler)
-        timesteps = scheduler.timesteps.detach().cpu().float()
-        terminal = timesteps.new_tensor([convention.terminal_timestep])
-        controller = FlowRolloutController(
-            self.params,
-            self.seeds,
-            stream=name,
-            sigmas=scheduler.sigmas,
-            timesteps=torch.cat([timesteps, terminal]),
-            velocity_sign=convention.velocity_sign,
-        )
-        if controller.plan.sde_steps:
-            check_stochastic(scheduler)
-        self._controllers[name] = controller
+        self._controllers[name] = controller_for(scheduler, self.params, self.seeds, name)
 
     def transition_of(self, scheduler: Any) -> Transition | None:
         """The stream's controller, which takes every step of the request."""
