@@ -80,9 +80,9 @@ def test_what_the_config_page_says_of_overrides_and_files(tmp_path):
     assert config.model.lora.rank == 8
     assert (config.model.gradient_checkpointing, config.output_dir) == (True, "7")
     assert [(r.name, r.weight) for r in config.rewards] == [("jpeg_compressibility", 2.0)]
-    window = "rollout.window={type: fixed, steps: [1, 2]}"
-    assert load(TrainConfig, [], [window]).rollout.window.type == "fixed"
-    with pytest.raises(ConfigError, match=r"rollout\.window\.exclude_last: no such key"):
+    window = "rollout.window={type: random, size: 2}"
+    assert load(TrainConfig, [], [window]).rollout.window.type == "random"
+    with pytest.raises(ConfigError, match=r"rollout\.window\.steps: no such key"):
         load(TrainConfig, [tiny], [window])
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     assert load(TrainConfig, [tmp_path / "config.yaml"]) == config

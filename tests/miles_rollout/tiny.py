@@ -2,7 +2,7 @@
 
 import torch
 
-from miles_rollout import RolloutParams, rollout
+from miles_rollout import RolloutEngine, RolloutParams, rollout
 
 PROMPTS = ["a red circle", "a blue square on a green background"]
 SEEDS = [11, 12]
@@ -56,3 +56,33 @@ class Calls:
 
     def __exit__(self, *_):
         self._handle.remove()
+
+
+SIZE = {"height": 32, "width": 32, "num_inference_steps": STEPS}
+DEBUG = RolloutParams(debug=True)
+CFG = {"negative_prompt": " ", "true_cfg_scale": 3.0}
+
+
+def generate(pipe, prompts=PROMPTS, group_size=1, params=DEBUG, **kwargs):
+    engine = pipe if isinstance(pipe, RolloutEngine) else RolloutEngine(pipe)
+    return list(
+        engine.generate(
+            prompts, group_size, params, **{"seed": 0, "decode": False, **SIZE, **kwargs}
+        )
+    )
+
+
+def assert_replays(engine, trajectory, samples=None):
+    """Bitwise the recorded velocity and log-prob in every replayable step."""
+    stream = trajectory.streams["image"]
+    rows = slice(None) if samples is None else samples
+    assert trajectory.replayable_steps
+    for step in trajectory.replayable_steps:
+        replay = engine.replay(trajectory, step, samples)
+        again = replay.streams["image"]
+        assert torch.equal(replay.log_prob, trajectory.log_probs[rows, step])
+        assert torch.equal(again.log_prob, stream.log_probs[rows, step])
+        if stream.debug:
+            assert torch.equal(again.velocity.float(), stream.debug["velocity"][rows, step])
+            assert torch.equal(again.mean, stream.debug["mean"][rows, step])
+            assert torch.equal(again.std, stream.debug["std"][rows, step])
