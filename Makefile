@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # OpenMP threads that spin for work they do not get cost a factor of ten on a busy machine.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: .venv/ready
 	$(BIN)/python -m recipes.grpo_qwen_image configs/qwen_image/tiny_cpu.yaml \
@@ -21,13 +21,16 @@ check: .venv/ready
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+docs: .venv/ready
+	$(BIN)/python -m trainers.config_docs > docs/config.md
+
 format: .venv/ready
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 # constraints.txt holds the CPU set that CI uses; CONSTRAINTS= installs the newest allowed set.
 CONSTRAINTS ?= -c constraints.txt
-.venv/ready: setup.py constraints.txt
+.venv/ready: setup.py constraints.txt miles_rollout/__init__.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check $(CONSTRAINTS) -e '.[dev]'
 	touch $@

@@ -12,11 +12,11 @@ import torch
 from miles_rollout import RolloutEngine
 from miles_rollout.errors import MilesRolloutError
 from miles_rollout.loading import load_pipeline
+from trainers.algorithms import build_algorithm
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
-from trainers.grpo import GRPO
 from trainers.lora import WEIGHTS_NAME
 from trainers.policy import Policy
 from trainers.recorded import check_rollouts
@@ -92,12 +92,13 @@ def run(config: TrainConfig) -> Path:
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
     engine = RolloutEngine(load_policy_pipeline(config, inputs.device))
-    algorithm = GRPO(config.algorithm)
+    algorithm = build_algorithm(config.algorithm)
     policy = Policy(
         engine,
         config.model.lora,
         seed=config.seed,
         gradient_checkpointing=config.model.gradient_checkpointing,
+        compile_backend="inductor" if config.model.compile else None,
         keep_reference=algorithm.needs_reference,
     )
     return Trainer(

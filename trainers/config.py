@@ -13,8 +13,8 @@ from typing import Any, Literal
 from miles_rollout.loading import check_pipeline_name
 from miles_rollout.params import LatentDtype, RolloutParams
 from miles_rollout.transitions import SdeType
+from trainers.algorithms import AlgorithmConfig
 from trainers.config_loader import STRICT
-from trainers.grpo import GRPOConfig
 from trainers.lora import LoraConfig
 from trainers.rewards.scoring import RewardConfig
 from trainers.tracking import TrackingConfig
@@ -39,6 +39,9 @@ class ModelConfig:
     """None: all weights of the denoiser are trained."""
     gradient_checkpointing: bool = False
     """Less memory, more time; the numbers are the same."""
+    compile: bool = False
+    """Compile the denoiser's repeated blocks, for rollout and replay alike; then the first ratio is
+    near 1 and not exactly 1, since kernels with and without gradients are fused otherwise."""
 
     def __post_init__(self) -> None:
         check_pipeline_name(self.pipeline)
@@ -70,22 +73,29 @@ class RolloutConfig:
     __pydantic_config__ = STRICT
 
     num_prompts: int = 6
+    """Prompts an iteration."""
     group_size: int = 16
+    """Samples of each prompt, at least 2."""
     chunk_size: int | None = None
     """Rows that are denoised, and by default trained, together (null: one sample a prompt)."""
     num_inference_steps: int = 10
+    """Denoising steps of a sample."""
     height: int = 32
+    """Pixels."""
     width: int = 32
     """Pixels."""
     true_cfg_scale: float = 1.0
     """Above 1: guidance, at twice the denoiser calls; needs ``negative_prompt``."""
     negative_prompt: str | None = None
+    """One for all prompts; null: no guidance."""
     sde_type: SdeType = "sde"
+    """The kind of the stochastic steps (docs/numerics.md); ode is refused."""
     noise_level: float = 0.7
     """eta of the papers."""
     window: Window = field(default_factory=AllSteps)
     """Which steps are stochastic, and so trained."""
     latent_dtype: LatentDtype = "pipeline"
+    """The state is the pipeline's rounded sample, or kept in float32."""
     same_noise: bool = False
     """The samples of a group start from one initial noise."""
 
@@ -188,12 +198,17 @@ class OptimConfig:
     __pydantic_config__ = STRICT
 
     lr: float = 3e-4
+    """Learning rate, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Of AdamW."""
     eps: float = 1e-8
+    """Of AdamW."""
     weight_decay: float = 1e-4
+    """Of AdamW."""
     warmup_updates: int = 0
     """The learning rate rises linearly over so many updates."""
     max_grad_norm: float = 1.0
+    """The gradient of an update is clipped to this norm."""
     updates_per_iteration: int = 1
     """The samples of an iteration are split into so many parts, one optimizer step each."""
     micro_batch_size: int | None = None
@@ -230,10 +245,13 @@ class EvalConfig:
     num_prompts: int | None = None
     """The first so many of the file (null: all)."""
     samples_per_prompt: int = 4
+    """Pictures of each prompt."""
     num_inference_steps: int = 10
+    """Denoising steps of a sample, all deterministic."""
     seed: int = 1234
     """Apart from the run's, so that runs of different seeds are compared on the same samples."""
     chunk_size: int = 32
+    """Rows that are denoised together."""
 
     def __post_init__(self) -> None:
         for name in ("samples_per_prompt", "num_inference_steps", "chunk_size"):
@@ -299,7 +317,9 @@ class TrainConfig:
     output_dir: str = "runs/default"
     """Gets ``config.yaml``, ``metrics.jsonl``, ``samples/`` and ``checkpoints/``."""
     seed: int = 0
+    """Every random draw of the run follows from it."""
     iterations: int = 60
+    """How many in all; a resumed run counts on."""
     resume: bool | str = False
     """true or "latest": go on from the last checkpoint in ``output_dir``, if there is one; else the
     folder of a checkpoint."""
@@ -309,7 +329,7 @@ class TrainConfig:
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="shape_match"),)
     """Added up by weight."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    algorithm: GRPOConfig = field(default_factory=GRPOConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

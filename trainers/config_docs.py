@@ -70,29 +70,6 @@ example by the comment `# yaml-language-server: $schema=schema.json`) completes 
 ## Keys
 """
 
-PLAIN = {
-    "seed": "Every random draw of the run follows from it.",
-    "iterations": "How many in all; a resumed run counts on.",
-    "rollout.num_prompts": "Prompts an iteration.",
-    "rollout.group_size": "Samples of each prompt, at least 2.",
-    "rollout.num_inference_steps": "Denoising steps of a sample.",
-    "rollout.height": "Pixels.",
-    "rollout.negative_prompt": "One for all prompts; null: no guidance.",
-    "rollout.sde_type": "The kind of the stochastic steps (docs/numerics.md); ode is refused.",
-    "rollout.latent_dtype": "The state is the pipeline's rounded sample, or kept in float32.",
-    "rollout.window.steps": "Which steps, counted from 0.",
-    "rollout.window.size": "How many steps.",
-    "optim.lr": "Learning rate, after the warm-up.",
-    "optim.betas": "Of AdamW.",
-    "optim.eps": "Of AdamW.",
-    "optim.weight_decay": "Of AdamW.",
-    "optim.max_grad_norm": "The gradient of an update is clipped to this norm.",
-    "eval.samples_per_prompt": "Pictures of each prompt.",
-    "eval.num_inference_steps": "Denoising steps of a sample, all deterministic.",
-    "eval.chunk_size": "Rows that are denoised together.",
-}
-"""Meanings of fields that have no docstring, by key. A docstring wins."""
-
 
 def render() -> str:
     """The whole page."""
@@ -121,7 +98,7 @@ def _section(cls: Any, prefix: str, title: str) -> Iterator[str]:
         key = f"{prefix}.{name}" if prefix else name
         parts = [kind for kind in _leaves(hint) if dataclasses.is_dataclass(kind)]
         shown = _shown(_default(field), is_section=bool(parts))
-        meaning = docs.get(name) or PLAIN.get(key, "")
+        meaning = docs.get(name, "")
         if not meaning and parts:
             meaning = _line(inspect.getdoc(parts[0]) or "")
         if not meaning and name == "type":

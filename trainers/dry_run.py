@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from miles_rollout.loading import TINY_PIPELINES, load_pipeline
+from trainers.algorithms import build_algorithm
 from trainers.build import Inputs
 from trainers.config import TrainConfig
 from trainers.config_loader import to_yaml
@@ -24,7 +25,7 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
     branches = 2 if rollout.negative_prompt is not None else 1
     steps = rollout.window.choose(0, rollout.num_inference_steps, config.seed)
     evaluated = config.eval.num_prompts or len(inputs.eval_prompts)
-    replays = 2 if config.algorithm.kl_beta > 0 else 1
+    replays = 2 if build_algorithm(config.algorithm).needs_reference else 1
     pairs = rollout.num_samples * len(steps)
     lines = [
         to_yaml(config).rstrip(),

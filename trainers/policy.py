@@ -38,6 +38,7 @@ class Policy:
         *,
         seed: int,
         gradient_checkpointing: bool = False,
+        compile_backend: str | None = None,
         keep_reference: bool = False,
     ) -> None:
         self.engine = engine
@@ -62,6 +63,8 @@ class Policy:
             if gradient_checkpointing:
                 checkpointed: Any = module
                 checkpointed.enable_gradient_checkpointing()
+            if compile_backend is not None:
+                _compile(module, compile_backend)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -131,6 +134,22 @@ class Policy:
         if self.lora is not None:
             (module,) = self.modules.values()
             export_lora(type(self.engine.pipe), module, folder, self.lora)
+
+
+def _compile(module: Any, backend: str) -> None:
+    """Compile block by block: the calls of the denoiser itself stay visible to the recorder.
+
+    With and without gradients, adapters and masks are variants of their own, and prompts differ in
+    length: one graph a variant, with a limit that holds them all.
+    """
+    if not getattr(module, "_repeated_blocks", None):
+        raise PolicyError(
+            f"model.compile: the class names no repeated blocks; got {type(module).__name__}; set "
+            "model.compile false"
+        )
+    limits: Any = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, 64)
+    module.compile_repeated_blocks(dynamic=True, backend=backend)
 
 
 def _load_full(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -44,6 +44,7 @@ class FixedWindow:
 
     type: Literal["fixed"] = "fixed"
     steps: tuple[int, ...]
+    """Which steps, counted from 0."""
 
     def __post_init__(self) -> None:
         if not self.steps or len(set(self.steps)) < len(self.steps) or min(self.steps) < 0:
@@ -70,6 +71,7 @@ class RandomWindow:
 
     type: Literal["random"] = "random"
     size: int
+    """How many steps."""
     start_min: int = 0
     """The first step at which the window may start."""
     start_max: int | None = None
