@@ -99,26 +99,35 @@ class CallRecorder:
         # id -> (the tensor, its version, its snapshot); holding the tensor keeps its id its own.
         self._snapshots: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._touched: set[int] = set()
-        # Argument name -> (a container without tensors, its copy); and the ids of all such copies,
-        # which the recorded calls keep alive.
-        self._plain: dict[str, tuple[Any, Any]] = {}
+        # id -> (an emitted sample, its version, its stream): the next step's state, if it is used.
+        self._expected: dict[int, tuple[Tensor, int, StreamState]] = {}
+        # Argument name -> (a container without tensors, its repr, its copy); and the ids of all such
+        # copies, which the recorded calls keep alive.
+        self._plain: dict[str, tuple[Any, str, Any]] = {}
         self._plain_ids: set[int] = set()
         self._saw_tensor = False
-        self._autocast: torch.dtype | None = None
 
     # Tensors born in inference mode could never be trained on.
     @torch.inference_mode(False)
     @torch.no_grad()
     def record(self, step: int, module: str, args: tuple[Tree, ...], kwargs: Tree) -> None:
         """Snapshot one call of ``step``."""
-        self._autocast = None
         call = DenoiserCall(
             module,
             tuple(self._value(str(i), arg) for i, arg in enumerate(args)),
             {name: self._value(name, value) for name, value in kwargs.items()},
-            self._autocast,
+            _autocast_dtype([*args, *kwargs.values()]),
         )
         self.steps.setdefault(step, []).append(call)
+
+    def expect_state(self, stream: str, emitted: Tensor) -> None:
+        """``emitted`` will be the state of ``stream``: where a call holds it, nothing is copied.
+
+        Whoever takes the step must refuse a state that was changed after the call.
+        """
+        if version_of(emitted) >= 0 and emitted.is_contiguous():
+            state = StreamState(stream, emitted.dtype)
+            self._expected[id(emitted)] = (emitted, emitted._version, state)
 
     def resolve_state(self, step: int, stream: str, sample: Tensor) -> None:
         """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed.
@@ -156,6 +165,7 @@ class CallRecorder:
 
         A step without recorded calls forgets nothing: the next one may use the same prompt.
         """
+        self._expected = {}
         if not self._touched:
             return
         self._snapshots = {k: v for k, v in self._snapshots.items() if k in self._touched}
@@ -167,12 +177,12 @@ class CallRecorder:
             return self._leaf(name, value)
         known = self._plain.get(name)
         # By repr: 1, 1.0 and True are equal, and a denoiser may tell them apart.
-        if known is not None and known[0] is value and repr(known[1]) == repr(value):
-            return known[1]
+        if known is not None and known[0] is value and known[1] == repr(value):
+            return known[2]
         self._saw_tensor = False
         copied = map_tree(self._leaf, value, name)
         if not self._saw_tensor:
-            self._plain[name] = (value, copied)
+            self._plain[name] = (value, repr(value), copied)
             self._plain_ids.add(id(copied))
         return copied
 
@@ -185,10 +195,10 @@ class CallRecorder:
                 f"{type(leaf).__name__}; pass tensors, numbers, strings or containers of them"
             )
         self._saw_tensor = True
-        device = leaf.device.type
-        if torch.is_autocast_enabled(device):
-            self._autocast = torch.get_autocast_dtype(device)
         version = version_of(leaf)
+        expected = self._expected.get(id(leaf))
+        if expected is not None and expected[0] is leaf and expected[1] == version:
+            return expected[2]
         known = self._snapshots.get(id(leaf))
         if version < 0 or known is None or known[0] is not leaf or known[1] != version:
             known = (leaf, version, _snapshot(leaf))
@@ -210,6 +220,16 @@ def check_no_dropout(name: str, module: nn.Module) -> None:
 def version_of(tensor: Tensor) -> int:
     """The in-place counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:
+    """The dtype of the autocast scope that the first tensor's device is in, if it is in one."""
+    for value in values:
+        if isinstance(value, Tensor):
+            device = value.device.type
+            enabled = torch.is_autocast_enabled(device)
+            return torch.get_autocast_dtype(device) if enabled else None
+    return None
 
 
 def _snapshot(tensor: Tensor) -> Tensor:

@@ -124,6 +124,8 @@ class RolloutSession:
         emitted = controller.transition(velocity, sample, **how)
         if all(c.next_step > step for c in self._controllers.values()):
             self._recorder.end_step()
+        if step + 1 in controller.replayable:
+            self._recorder.expect_state(name, emitted)
         return emitted
 
     # -- the denoisers ----------------------------------------------------------------------------

@@ -3,54 +3,31 @@
 Convention: x_s = (1 - s) x0 + s noise and velocity v = noise - x0; s falls from 1 to 0 and
 n < s is the next sigma. A step is ``next = mean(x, v) + std noise``; the functions named after the
 papers give mean and std, and `flow_step` does the rest. Rollout and replay call the same function,
-since another way to write the same sum rounds differently. A sample's numbers do not depend on the
-batch it stands in: sums run over one row, and no multiplication is fused with an addition (a fused
-kernel rounds the last elements of a tensor otherwise).
+since another way to write the same sum rounds differently; ``step_rows`` runs it over a batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.shapes import Bool, Float
+from miles_rollout.step_rows import FlowStep, Step, step_rows
 
 SdeType = Literal["ode", "sde", "cps", "dance_sde"]
 SDE_TYPES: tuple[str, ...] = get_args(SdeType)
 NEAR_ONE = 0.99
 """A first sigma from here up counts as 1."""
-_PART_ELEMENTS = 1 << 18
-
-
-class Step(NamedTuple):
-    """``next = mean(x, v) + std noise`` for one row."""
-
-    mean: Callable[[Tensor, Tensor], Tensor]
-    std: float
-
-
-class FlowStep(NamedTuple):
-    """What one step did to a batch."""
-
-    next_sample: Float[Tensor, "batch ..."]
-    """The emitted sample, in ``out_dtype``."""
-    mean: Float[Tensor, "batch ..."]
-    """float32 (float64 for float64 input)."""
-    std: Float[Tensor, "batch ..."]
-    """The full standard deviation, [B, 1, ..., 1]."""
-    log_prob: Float[Tensor, " batch"]
-    """Mean over the unmasked non-batch elements; 0 for a step without noise."""
 
 
 def ode(s: float, n: float) -> Step:
-    """The Euler step of the probability-flow ODE."""
+    """The Euler step of the probability-flow ODE: x + v dt."""
     dt = n - s
-    return Step(lambda x, v: x + v * dt, 0.0)
+    return Step(lambda x, v, out, _: torch.mul(v, dt, out=out).add_(x), 0.0)
 
 
 def sde(s: float, n: float, eta: float, sigma_denominator: float) -> Step:
@@ -63,17 +40,21 @@ def sde(s: float, n: float, eta: float, sigma_denominator: float) -> Step:
     g = eta * math.sqrt(s / (1 - sigma_denominator))
     x_factor = 1 + g**2 * dt / (2 * s)
     v_factor = (1 + g**2 * (1 - s) / (2 * s)) * dt
-    return Step(lambda x, v: (x * x_factor).add_(v * v_factor), g * math.sqrt(-dt))
+
+    def mean(x: Tensor, v: Tensor, out: Tensor | None, scratch: Tensor | None) -> Tensor:
+        return torch.mul(x, x_factor, out=out).add_(torch.mul(v, v_factor, out=scratch))
+
+    return Step(mean, g * math.sqrt(-dt))
 
 
 def dance_sde(s: float, n: float, eta: float) -> Step:
     """DanceGRPO, arXiv 2505.07818: constant g = eta, drift along the score of the marginal."""
     dt = n - s
 
-    def mean(x: Tensor, v: Tensor) -> Tensor:
+    def mean(x: Tensor, v: Tensor, out: Tensor | None, _: Tensor | None) -> Tensor:
         x0 = x - s * v
         score = -(x - (1 - s) * x0) / s**2
-        return x + dt * v - 0.5 * eta**2 * dt * score
+        return torch.sub(x + dt * v, 0.5 * eta**2 * dt * score, out=out)
 
     return Step(mean, eta * math.sqrt(-dt))
 
@@ -83,9 +64,9 @@ def cps(s: float, n: float, eta: float) -> Step:
     std = n * math.sin(eta * math.pi / 2)
     keep = math.sqrt(max(n**2 - std**2, 0.0))
 
-    def mean(x: Tensor, v: Tensor) -> Tensor:
+    def mean(x: Tensor, v: Tensor, out: Tensor | None, _: Tensor | None) -> Tensor:
         x0, x1 = x - s * v, x + (1 - s) * v
-        return x0 * (1 - n) + x1 * keep
+        return torch.add(x0 * (1 - n), x1 * keep, out=out)
 
     return Step(mean, std)
 
@@ -133,16 +114,19 @@ def flow_step(
     denominators = sigmas
     if sde_type == "sde" and noise_level > 0:
         denominators = _denominators(sigmas, sigma_max)
-    return _step_rows(
-        sde_type,
-        list(zip(sigmas, sigmas_next, denominators, strict=True)),
-        float(noise_level),
+    keys = list(zip(sigmas, sigmas_next, denominators, strict=True))
+    made = {
+        (s, n, d): (make_step(sde_type, s, n, float(noise_level), d), ode(s, n)) for s, n, d in keys
+    }
+    return step_rows(
+        [made[key] for key in keys],
         sample,
         velocity,
-        noise,
-        next_sample,
-        mask,
-        out_dtype,
+        noise=noise,
+        next_sample=next_sample,
+        mask=mask,
+        out_dtype=out_dtype,
+        normalised=sde_type != "cps",
     )
 
 
@@ -167,126 +151,17 @@ def schedule_step(
     _check(sde_type, sample, velocity, noise_level, noise, next_sample)
     s, n, second = sigmas[step].item(), sigmas[step + 1].item(), sigmas[1].item()
     denominator = second if step == 0 and s >= NEAR_ONE else s
-    return _step_rows(
-        sde_type,
-        [(s, n, denominator)] * sample.shape[0],
-        float(noise_level),
+    made = (make_step(sde_type, s, n, float(noise_level), denominator), ode(s, n))
+    return step_rows(
+        [made] * sample.shape[0],
         sample,
         velocity,
-        noise,
-        next_sample,
-        mask,
-        out_dtype,
+        noise=noise,
+        next_sample=next_sample,
+        mask=mask,
+        out_dtype=out_dtype,
+        normalised=sde_type != "cps",
     )
-
-
-def _step_rows(
-    sde_type: str,
-    sigmas: Sequence[tuple[float, float, float]],
-    noise_level: float,
-    sample: Tensor,
-    velocity: Tensor,
-    noise: Tensor | None,
-    next_sample: Tensor | None,
-    mask: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> FlowStep:
-    dtype = torch.promote_types(torch.promote_types(sample.dtype, velocity.dtype), torch.float32)
-    out_dtype = out_dtype or (dtype if next_sample is None else next_sample.dtype)
-    mask = None if mask is None else torch.broadcast_to(mask, sample.shape)
-    inputs = [t for t in (sample, velocity, noise) if t is not None]
-    keep_graph = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    means = _Parts(sample.shape, dtype, sample.device, keep_graph)
-    nexts = _Parts(sample.shape, out_dtype, sample.device, keep_graph)
-    log_probs, stds = [], []
-    with torch.autocast(sample.device.type, enabled=False):
-        for rows in _cut(sigmas, sample[0].numel()):
-            s, n, denominator = sigmas[rows.start]
-            step = make_step(sde_type, s, n, noise_level, denominator)
-            stds += [step.std] * (rows.stop - rows.start)
-            x, v = sample[rows].to(dtype).contiguous(), velocity[rows].to(dtype).contiguous()
-            live = None if mask is None else mask[rows]
-            mean = step.mean(x, v)
-            if live is not None:
-                mean = torch.where(live, mean, ode(s, n).mean(x, v))
-            if next_sample is not None:
-                emitted = next_sample[rows]
-            elif noise is None or step.std == 0:
-                emitted = nexts.put(rows, mean)
-            else:
-                eps = noise[rows] if live is None else noise[rows].masked_fill(~live, 0)
-                emitted = nexts.put_sum(rows, mean, eps.to(mean) * step.std)
-            means.put(rows, mean)
-            log_probs.append(_log_probs(emitted, mean, step.std, live, sde_type != "cps"))
-    std = torch.tensor(stds, dtype=dtype, device=sample.device)
-    return FlowStep(
-        next_sample=nexts.batch() if next_sample is None else next_sample,
-        mean=means.batch(),
-        std=std.view(-1, *[1] * (sample.ndim - 1)),
-        log_prob=torch.cat(log_probs),
-    )
-
-
-def _cut(sigmas: Sequence[tuple[float, float, float]], row_elements: int) -> Iterator[slice]:
-    """Runs of rows that take the same step and stay in the cache together.
-
-    How rows are cut is a matter of speed alone: no operation on a part looks across its rows, or
-    rounds an element by where it stands.
-    """
-    most = max(1, _PART_ELEMENTS // max(row_elements, 1))
-    start = 0
-    for i in range(1, len(sigmas) + 1):
-        if i == len(sigmas) or sigmas[i] != sigmas[start] or i - start == most:
-            yield slice(start, i)
-            start = i
-
-
-class _Parts:
-    """Collects the parts of a batch; in place where no graph is kept, which saves a copy."""
-
-    def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, keep_graph: bool
-    ) -> None:
-        self._num_rows = shape[0]
-        self._dtype = dtype
-        self._parts: list[Tensor] = []
-        self._batch = None if keep_graph else torch.empty(shape, dtype=dtype, device=device)
-
-    def put(self, rows: slice, part: Tensor) -> Tensor:
-        if self._batch is None or rows == slice(0, self._num_rows):
-            self._batch = None
-            self._parts.append(part.to(self._dtype))
-            return self._parts[-1]
-        return self._batch[rows].copy_(part)
-
-    def put_sum(self, rows: slice, a: Tensor, b: Tensor) -> Tensor:
-        if self._batch is not None and self._dtype == a.dtype:
-            return torch.add(a, b, out=self._batch[rows])
-        return self.put(rows, a + b)
-
-    def batch(self) -> Tensor:
-        if self._batch is not None:
-            return self._batch
-        return self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
-
-
-def _log_probs(
-    emitted: Tensor, mean: Tensor, std: float, mask: Tensor | None, normalised: bool
-) -> Tensor:
-    """Of each row: the mean of the Gaussian log density, or of the bare -(residual)^2 (Flow-CPS)."""
-    if std == 0 and normalised:
-        return mean.new_zeros(len(mean))
-    residual = emitted.to(mean.dtype).contiguous() - mean
-    square = residual * residual
-    count: float | Tensor = max(square[0].numel(), 1)
-    if mask is not None:
-        square = square.masked_fill(~mask, 0)
-        count = torch.stack([row.sum() for row in mask]).clamp(min=1)
-    # Row by row: how a sum over one axis of a batch is split may depend on the batch.
-    mean_square = torch.stack([row.sum() for row in square.unbind(0)]) / count
-    if not normalised:
-        return -mean_square
-    return mean_square * (-0.5 / std**2) - (math.log(std) + 0.5 * math.log(2 * math.pi))
 
 
 def _check(

@@ -31,7 +31,7 @@ SDK = {
     ),
     "FlowRolloutController.trajectory": "(self)",
     "FlowRolloutController.transition": "(self, velocity, sample, *, step, ode, out_dtype=None)",
-    "FlowStep": "(next_sample, mean, std, log_prob)",
+    "FlowStep": "(next_sample, std, log_prob, _means)",
     "Media": "(*, image=None, video=None, audio=None, fps=None, sampling_rate=None)",
     "Replay": "(*, streams=<factory>, log_prob)",
     "RolloutBatch": (

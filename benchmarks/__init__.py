@@ -1,0 +1,1 @@
+"""Performance claims, as paired ratios: one command each, figures in RESULTS.md."""
