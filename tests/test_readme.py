@@ -28,6 +28,7 @@ SMALL = [
     "rollout.group_size=2",
     "rollout.chunk_size=4",
     "rollout.num_inference_steps=3",
+    "rollout.window.steps=[1]",
     "eval.num_prompts=2",
     "eval.samples_per_prompt=1",
     "eval.num_inference_steps=2",
