@@ -10,6 +10,7 @@ import pytest
 import torch
 import wandb
 from PIL import Image
+from wandb.sdk import wandb_run
 
 from tests.wandb_reader import read_run, run_folders
 from trainers.tracking import SampleImage, Tracker, TrackingConfig, TrackingError
@@ -197,7 +198,7 @@ def _break(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     elif where == "init":
         monkeypatch.setattr(wandb, "init", fail)
     else:
-        monkeypatch.setattr(wandb.Run, {"log": "log", "finish": "finish"}[where], fail)
+        monkeypatch.setattr(wandb_run.Run, {"log": "log", "finish": "finish"}[where], fail)
 
 
 @pytest.mark.parametrize("where", ["import", "init", "log", "finish"])
