@@ -60,6 +60,7 @@ def _arguments(engine: RolloutEngine) -> dict[str, Any]:
     negatives = engine.encode([" "] * len(PROMPTS))
     side = pipe.vae_scale_factor * 2 * 8
     return engine.adapter.collate(engine.encode(PROMPTS), negatives) | {
+        engine.adapter.scale_argument: 4.0,
         "num_inference_steps": STEPS,
         "height": side,
         "width": side,

@@ -6,6 +6,7 @@ each distinct prompt once, and knows nothing of rewards or losses.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -122,7 +123,9 @@ class RolloutEngine:
         Rows run sample by sample: first sample 0 of every prompt, then sample 1 (default chunk: one
         sample of every prompt). A row's noise depends on (seed, iteration, prompt id, sample) alone;
         ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise.
-        ``sampling`` goes to the pipeline; an argument that it does not know is an error.
+        Guidance is on where ``negative_prompt`` or a scale above 1 asks for it, never by a
+        pipeline's default alone. ``sampling`` goes to the pipeline; an argument that it does not
+        know is an error.
         """
         request = SampleRequest(
             prompts=prompts if isinstance(prompts, str) else tuple(prompts),
@@ -135,8 +138,16 @@ class RolloutEngine:
             same_noise=same_noise,
         )
         check_sampling(sampling, self.adapter.sampling)
-        scale = sampling.get("true_cfg_scale")
-        negatives = negative_prompts(negative_prompt, len(prompts), scale)
+        argument = self.adapter.scale_argument
+        declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument)
+        negatives = negative_prompts(
+            negative_prompt,
+            len(prompts),
+            argument=argument,
+            scale=sampling.get(argument),
+            default=None if declared is None else declared.default,
+            implied=self.adapter.implied_negative,
+        )
         if max_sequence_length is not None:  # the pipeline cuts embeddings, too
             sampling["max_sequence_length"] = max_sequence_length
         return self._chunks(request, negatives, params, decode, sampling)

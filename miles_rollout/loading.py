@@ -13,8 +13,10 @@ from diffusers import DiffusionPipeline
 from miles_rollout.errors import RolloutParamsError
 
 TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-flux": ("tiny_flux", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
+    "tiny-sd3": ("tiny_sd3", {}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

@@ -88,20 +88,34 @@ def check_sampling(sampling: Collection[str], known: Collection[str]) -> None:
 
 
 def negative_prompts(
-    negative: str | Sequence[str] | None, count: int, scale: float | int | None
+    negative: str | Sequence[str] | None,
+    count: int,
+    *,
+    argument: str,
+    scale: float | int | None,
+    default: float | int | None,
+    implied: str | None,
 ) -> list[str] | None:
-    """One negative prompt a prompt; warns where guidance is asked for and cannot be on."""
+    """One negative prompt a prompt; warns where guidance is asked for and cannot be on.
+
+    ``argument`` names the scale, ``default`` is the pipeline's own, ``implied`` the negative prompt
+    of a pipeline whose guidance does without one.
+    """
     if negative is None:
-        if scale is not None and scale > 1:
+        if scale is None or scale <= 1:
+            return None
+        if implied is None:
             _warn(
-                f"true_cfg_scale has no effect without a negative prompt; got {scale}; set "
+                f"{argument} has no effect without a negative prompt; got {scale}; set "
                 "negative_prompt=' ' to turn guidance on"
             )
-        return None
+            return None
+        negative = implied
+    scale = default if scale is None else scale
     if scale is not None and scale <= 1:
         _warn(
-            f"negative_prompt has no effect at true_cfg_scale {scale}; got {negative!r}; set "
-            "true_cfg_scale > 1"
+            f"negative_prompt has no effect at {argument} {scale}; got {negative!r}; set "
+            f"{argument} > 1"
         )
     values = [negative] * count if isinstance(negative, str) else list(negative)
     if len(values) != count:

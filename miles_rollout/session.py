@@ -36,6 +36,7 @@ class RolloutSession:
         self._pipe = pipe
         self._adapter = adapter
         self._request: dict[str, Any] | None = None
+        self._guidance: Mapping[str, float | bool] = {}
         self._recorder = CallRecorder()
         self._stream_names: dict[int, str] = {}
         self._schedulers: list[Any] = []
@@ -77,6 +78,7 @@ class RolloutSession:
                 check_no_dropout(name, module)
         self._adapter.check_request(self._pipe, arguments)
         self._request = dict(arguments)
+        self._guidance = self._adapter.guidance(self._request)
 
     # -- Observer of the schedulers ---------------------------------------------------------------
 
@@ -147,7 +149,7 @@ class RolloutSession:
                 f"rollout: {name} was called after the last step; got a second denoising loop; "
                 "open one scope a call"
             )
-        rows = self._adapter.num_rows(args, kwargs)
+        rows = self._adapter.num_rows(args, kwargs, self._guidance)
         if rows is not None and rows != len(self.seeds):
             raise RolloutParamsError(
                 f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for {rows} rows; "
@@ -169,8 +171,7 @@ class RolloutSession:
         streams = {name: c.trajectory() for name, c in self._controllers.items()}
         self._check_streams(streams)
         request = self._request or {}
-        guidance = self._adapter.guidance(request)
-        self._check_calls(guidance)
+        self._check_calls(self._guidance)
         self._trajectory = RolloutTrajectory(
             streams=streams,
             params=self.params,
@@ -179,9 +180,10 @@ class RolloutSession:
                     num_samples=len(self.seeds),
                     steps=self._recorder.steps,
                     batch_axes=self._adapter.batch_axes,
+                    blocks=self._adapter.blocks(self._guidance),
                 ),
             ),
-            guidance=guidance,
+            guidance=self._guidance,
             request={k: v for k, v in request.items() if isinstance(v, (bool, int, float, str))},
         )
 

@@ -83,6 +83,8 @@ class Conditions:
     steps: StepCalls
     batch_axes: Mapping[str, int | None]
     """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named."""
 
     def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
         """The calls of a step, with the streams' states filled in."""
@@ -103,7 +105,15 @@ class Conditions:
             axis = self._axis(name)
             if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
                 return leaf
-            return leaf.index_select(axis, _index(rows, leaf))
+            blocks = self.blocks.get(name, 1)
+            if leaf.shape[axis] != blocks * self.num_samples:
+                raise RolloutParamsError(
+                    f"trajectory: the denoiser's argument {name!r} should hold {blocks} x "
+                    f"{self.num_samples} rows; got {leaf.shape[axis]}; declare its batch axis and "
+                    "blocks in the adapter"
+                )
+            chosen = [block * self.num_samples + row for block in range(blocks) for row in rows]
+            return leaf.index_select(axis, _index(chosen, leaf))
 
         def cut_lists(call: DenoiserCall) -> DenoiserCall:
             kwargs = {

@@ -131,6 +131,7 @@ def _conditions(table: _TensorTable, conditions: Conditions) -> dict[str, Any]:
     return {
         "num_samples": conditions.num_samples,
         "batch_axes": dict(conditions.batch_axes),
+        "blocks": dict(conditions.blocks),
         "steps": {
             str(step): [
                 {
@@ -150,6 +151,7 @@ def _read_conditions(tensors: dict[str, Tensor], document: dict[str, Any]) -> Co
     return Conditions(
         num_samples=document["num_samples"],
         batch_axes=document["batch_axes"],
+        blocks=document.get("blocks", {}),
         steps={
             int(step): [
                 DenoiserCall(

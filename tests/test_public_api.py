@@ -124,10 +124,11 @@ def test_type_checkers_may_read_the_annotations(package):
     assert (ROOT / package / "py.typed").is_file()
 
 
-def test_the_sdk_imports_no_trainer_no_recipe_and_no_tracker():
+def test_the_sdk_imports_no_trainer_no_recipe_no_tracker_and_no_family_unasked():
     code = (
         "import sys, miles_rollout, miles_rollout.testing\n"
-        "print([m for m in ('trainers', 'recipes', 'wandb') if m in sys.modules])"
+        "families = [f'miles_rollout.testing.{name}' for name in ('flux', 'sd3')]\n"
+        "print([m for m in ('trainers', 'recipes', 'wandb', *families) if m in sys.modules])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True

@@ -9,7 +9,9 @@ from miles_rollout.pipelines.base import PipelineAdapter
 from miles_rollout.pipelines.generic import GenericAdapter
 
 ADAPTERS = {
+    "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
+    "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 

@@ -25,18 +25,28 @@ class PipelineAdapter(ABC):
     """Denoiser argument -> batch axis, None for what all rows share."""
     sampling: ClassVar[frozenset[str]]
     """Pipeline arguments that a caller of the engine may set."""
+    scale_argument: ClassVar[str]
+    """The pipeline argument that turns guidance by a negative prompt on, with a value above 1."""
+    implied_negative: ClassVar[str | None]
+    """The negative prompt where guidance is asked for without one; None: guidance is off then."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse a pipeline call that would be rolled out wrongly."""
 
     @abstractmethod
-    def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    def num_rows(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
+    ) -> int | None:
         """How many samples a denoiser call holds; None where it cannot be told."""
 
     @abstractmethod
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """How the pipeline will combine its denoiser calls, from the call's arguments."""
+
+    @abstractmethod
+    def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
+        """Denoiser argument -> blocks of rows in it, for those that hold more than one block."""
 
     @abstractmethod
     def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:

@@ -20,16 +20,24 @@ class GenericAdapter(PipelineAdapter):
     denoisers: ClassVar[tuple[str, ...]] = ("transformer", "transformer_2", "unet")
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
     sampling: ClassVar[frozenset[str]] = frozenset()
+    scale_argument: ClassVar[str] = "guidance_scale"
+    implied_negative: ClassVar[str | None] = None
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Nothing is known to be wrong."""
 
-    def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    def num_rows(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
+    ) -> int | None:
         """Unknown: a call may hold guidance branches side by side."""
         return None
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """Unknown."""
+        return {}
+
+    def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
+        """Unknown; without declared axes nothing can be cut."""
         return {}
 
     def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:

@@ -40,6 +40,8 @@ class QwenImageAdapter(PipelineAdapter):
             "attention_kwargs",
         }
     )
+    scale_argument: ClassVar[str] = "true_cfg_scale"
+    implied_negative: ClassVar[str | None] = None
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and its own expansion of prompts."""
@@ -57,7 +59,9 @@ class QwenImageAdapter(PipelineAdapter):
                 f"{request['num_images_per_prompt']}; repeat the prompt in the list instead"
             )
 
-    def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    def num_rows(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
+    ) -> int | None:
         """The latents' batch: the guidance branches are calls of their own."""
         return len(kwargs["hidden_states"])
 
@@ -68,6 +72,10 @@ class QwenImageAdapter(PipelineAdapter):
         has_negative = any(request.get(name) is not None for name in negative)
         do_true_cfg = scale > 1 and has_negative
         return {"do_true_cfg": do_true_cfg, "true_cfg_scale": scale if do_true_cfg else 1.0}
+
+    def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
+        """One: the guidance branches are calls of their own."""
+        return {}
 
     def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:
         """Two with CFG."""

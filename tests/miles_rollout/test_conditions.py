@@ -139,3 +139,24 @@ def test_dropout_in_training_mode_is_refused():
         check_no_dropout("transformer", module)
     check_no_dropout("transformer", module.eval())
     check_no_dropout("transformer", torch.nn.Dropout(0.0))
+
+
+def test_a_row_is_cut_out_of_every_declared_block():
+    recorder, _ = record(x=torch.arange(4), t=torch.arange(8).view(2, 4), one=torch.ones(1))
+    whole = Conditions(
+        num_samples=2,
+        steps=recorder.steps,
+        batch_axes={"x": 0, "t": 1, "one": 0},
+        blocks={"x": 2, "t": 2, "one": 2},
+    )
+    cut = whole.select([1]).steps[0][0].kwargs
+    assert cut["x"].tolist() == [1, 3]
+    assert cut["t"].tolist() == [[1, 3], [5, 7]]
+    assert cut["one"].shape == (1,)
+    assert whole.select([1, 0]).select([1]).steps[0][0].kwargs["x"].tolist() == [0, 2]
+
+
+def test_blocks_that_nobody_declared_are_refused_and_never_guessed():
+    whole = conditions({"x": 0}, x=torch.ones(4))
+    with pytest.raises(RolloutParamsError, match=r"'x' should hold 1 x 2 rows; got 4; declare"):
+        whole.select([1])

@@ -1,0 +1,111 @@
+"""What is particular to SD3 and FLUX.1, and that their tiny forms are seeded and not trivial."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from miles_rollout import RolloutEngine, RolloutParamsError, rollout, testing
+from tests.miles_rollout.test_models import SIZE, call, load
+from tests.miles_rollout.tiny import ODE, PROMPTS, SEEDS, generators
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "message"),
+    [
+        ("tiny-sd3", {"skip_guidance_layers": [0]}, r"skip_guidance_layers \[0\]; leave it out"),
+        ("tiny-sd3", {"ip_adapter_image": "x"}, "got ip_adapter_image; leave it out"),
+        ("tiny-flux", {"ip_adapter_image": "x"}, "got ip_adapter_image; leave it out"),
+        ("tiny-flux", {"height": 36}, "height must be divisible by 8, .* got 36"),
+    ],
+)
+def test_what_a_family_cannot_replay_is_refused_by_name(model, kwargs, message):
+    pipe = load(model)
+    with pytest.raises(RolloutParamsError, match=message), rollout(pipe, ODE, SEEDS):
+        pipe(PROMPTS, generator=generators(), **SIZE | kwargs)
+
+
+def generate(model, **kwargs):
+    engine = RolloutEngine(load(model))
+    return next(engine.generate(PROMPTS, 1, ODE, seed=0, decode=False, **SIZE | kwargs)).trajectory
+
+
+def test_sd3_guides_with_an_empty_negative_prompt_where_a_scale_asks_for_it():
+    assert not generate("tiny-sd3").guidance["do_classifier_free_guidance"]
+    implied = generate("tiny-sd3", guidance_scale=3.0)
+    assert implied.guidance == {"do_classifier_free_guidance": True, "guidance_scale": 3.0}
+    spelled = generate("tiny-sd3", guidance_scale=3.0, negative_prompt="")
+    final = [t.streams["image"].latents[:, -1] for t in (implied, spelled)]
+    assert torch.equal(*final)
+    assert generate("tiny-sd3", negative_prompt="x").guidance["guidance_scale"] == 7.0
+
+
+def test_flux_says_that_a_negative_prompt_does_nothing_at_its_default_scale():
+    with pytest.warns(UserWarning, match=r"no effect at true_cfg_scale 1\.0; got 'x'"):
+        trajectory = generate("tiny-flux", negative_prompt="x")
+    assert trajectory.guidance == {"do_true_cfg": False, "true_cfg_scale": 1.0}
+
+
+def test_flux_replays_its_embedded_guidance():
+    low, high = (generate("tiny-flux", guidance_scale=g) for g in (1.0, 30.0))
+    assert not torch.equal(
+        low.streams["image"].latents[:, -1], high.streams["image"].latents[:, -1]
+    )
+
+
+def fingerprint(pipe):
+    """Of all weights and of the token ids."""
+    sums = {
+        f"{name}.{key}": weight.double().sum().item()
+        for name, module in sorted(pipe.components.items())
+        if isinstance(module, torch.nn.Module)
+        for key, weight in module.state_dict().items()
+    }
+    ids = [
+        tokenizer("A cat, 4k!").input_ids
+        for name, tokenizer in sorted(pipe.components.items())
+        if "tokenizer" in name
+    ]
+    return json.loads(json.dumps([sums, ids]))
+
+
+@pytest.mark.parametrize("model", ["tiny-sd3", "tiny-flux"])
+def test_a_tiny_pipeline_is_the_same_in_every_process(model):
+    """One more process, 6 s: trained vocabularies differed from one to the next."""
+    code = (
+        "import json\n"
+        "from miles_rollout.loading import load_pipeline\n"
+        "from tests.miles_rollout.test_image_families import fingerprint\n"
+        f"print(json.dumps(fingerprint(load_pipeline({model!r}))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    here = fingerprint(load(model))
+    assert json.loads(done.stdout.splitlines()[-1]) == here
+    assert all(len(set(ids)) > 5 for ids in here[1])
+
+
+@pytest.mark.parametrize("model", ["tiny-sd3", "tiny-flux"])
+def test_nothing_of_a_tiny_pipeline_is_trivial(model):
+    pipe = load(model)
+    assert pipe.vae.config.scaling_factor not in (0, 1)
+    assert pipe.vae.config.shift_factor not in (0, 1)
+    latents = call(pipe, model, False)
+    with torch.no_grad():
+        for name in ("transformer", "vae"):
+            for key, weight in getattr(pipe, name).named_parameters():
+                assert weight.numel() == 1 or weight.std() > 0, key
+    # Each of the text encoders reaches the picture.
+    for name in [n for n in pipe.components if n.startswith("text_encoder")]:
+        weight = getattr(pipe, name).get_input_embeddings().weight.data
+        held = weight.clone()
+        weight.copy_(held.roll(1, 1))
+        changed = call(pipe, model, False)
+        weight.copy_(held)
+        assert (changed - latents).abs().max() > 1e-4, name
+
+
+def test_a_name_that_testing_does_not_have_is_an_attribute_error():
+    with pytest.raises(AttributeError, match=r"'miles_rollout.testing' has no attribute 'tiny_x'"):
+        _ = testing.tiny_x
