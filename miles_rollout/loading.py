@@ -15,6 +15,7 @@ from miles_rollout.errors import RolloutParamsError
 TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
+    "tiny-minimax-h3": ("tiny_minimax_h3", {}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from miles_rollout.testing import vocabulary
+from miles_rollout.testing.weights import enliven
 
 WEIGHTS = Path(__file__).parent / "data" / "qwen_image.safetensors"
 
@@ -111,7 +112,7 @@ def build(
         transformer = _transformer(sizes)
     generator = torch.Generator().manual_seed(seed)
     for module in (vae, text_encoder, transformer):
-        _enliven(module, generator)
+        enliven(module, generator)
     pipeline = QwenImagePipeline(
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
         vae=vae.eval(),
@@ -196,18 +197,3 @@ def _text_encoder(sizes: Sizes) -> Qwen2_5_VLForConditionalGeneration:
             video_token_id=special["<|video_pad|>"],
         )
     )
-
-
-def _enliven(module: nn.Module, generator: torch.Generator) -> None:
-    """Re-draws weights that would hide a fault, in place.
-
-    Weights that start as all 0 or all 1 hide a missing term. Matrices keep the scale of what
-    they multiply: torch's default lets the prompt and the timestep fade from layer to layer.
-    """
-    with torch.no_grad():
-        for weight in module.parameters():
-            if weight.numel() > 1 and bool((weight == weight.flatten()[0]).all()):
-                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
-            elif weight.dim() == 2:
-                std = weight.shape[1] ** -0.5
-                weight.copy_(std * torch.randn(weight.shape, generator=generator))

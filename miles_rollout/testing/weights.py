@@ -1,0 +1,21 @@
+"""Random weights that hide no fault."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def enliven(module: nn.Module, generator: torch.Generator) -> None:
+    """Re-draws weights that would hide a fault, in place.
+
+    Weights that start as all 0 or all 1 hide a missing term. Matrices keep the scale of what
+    they multiply: torch's default lets the prompt and the timestep fade from layer to layer.
+    """
+    with torch.no_grad():
+        for weight in module.parameters():
+            if weight.numel() > 1 and bool((weight == weight.flatten()[0]).all()):
+                weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.05)
+            elif weight.dim() == 2:
+                std = weight.shape[1] ** -0.5
+                weight.copy_(std * torch.randn(weight.shape, generator=generator))
