@@ -9,6 +9,7 @@ from miles_rollout.pipelines.base import PipelineAdapter
 from miles_rollout.pipelines.generic import GenericAdapter
 
 ADAPTERS = {
+    "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""

@@ -25,10 +25,18 @@ class PipelineAdapter(ABC):
     """Denoiser argument -> batch axis, None for what all rows share."""
     sampling: ClassVar[frozenset[str]]
     """Pipeline arguments that a caller of the engine may set."""
+    scheduler_streams: ClassVar[Mapping[str, str]] = {}
+    """Scheduler component -> its stream, for a pipeline with several; else streams go in order."""
+    packed: ClassVar[bool] = False
+    """The pipeline steps [rows, channels] without a batch axis: one sample a call."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse a pipeline call that would be rolled out wrongly."""
+
+    def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the pipeline will take them, where it fills in or rounds some."""
+        return dict(request)
 
     @abstractmethod
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
@@ -57,6 +65,18 @@ class PipelineAdapter(ABC):
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """The pipeline's arguments for a batch of encoded prompts, padded and masked."""
+
+    def denoising_part(self, pipe: Any) -> Any:
+        """What runs from encoded prompts to latents: the pipeline, or a part of it."""
+        return pipe
+
+    def denoise(self, part: Any, arguments: Mapping[str, Any], generators: Sequence[Any]) -> Any:
+        """Call the denoising part, with one generator a row and latents out."""
+        return part(**arguments, generator=generators, output_type="latent")
+
+    def stepped(self, velocity: Tensor, state: Tensor) -> Tensor:
+        """The part of a velocity that the scheduler was given, whose state is ``state``."""
+        return velocity
 
     @abstractmethod
     def latents(self, output: Any) -> dict[str, Tensor]:
