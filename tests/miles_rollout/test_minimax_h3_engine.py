@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from miles_rollout import RolloutEngine, RolloutParams, RolloutParamsError, RolloutTrajectory
+from miles_rollout.check import run_checks
 from miles_rollout.noise import keyed_noise
 from miles_rollout.testing import tiny_minimax_h3
 from miles_rollout.transitions import flow_step
@@ -196,6 +197,11 @@ def test_what_cannot_be_generated_is_refused(engine, arguments, message):
 
 def test_a_scale_of_one_is_no_guidance(engine):
     generate(engine, RolloutParams(sde_type="ode"), guidance_scale=1.0)
+
+
+def test_the_check_says_that_it_does_not_cover_it(engine):
+    with pytest.raises(RolloutParamsError, match="one sample into a call is not covered yet; got"):
+        list(run_checks(engine.pipe))
 
 
 def _seeded():
