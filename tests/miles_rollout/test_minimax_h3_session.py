@@ -7,7 +7,13 @@ import torch
 from diffusers import MiniMaxH3Scheduler
 from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3LoopSchedulerStep
 
-from miles_rollout import RolloutParams, RolloutParamsError, RolloutStateError, rollout
+from miles_rollout import (
+    RolloutEngine,
+    RolloutParams,
+    RolloutParamsError,
+    RolloutStateError,
+    rollout,
+)
 from miles_rollout.testing import tiny_minimax_h3
 from tests.miles_rollout.tiny_h3 import NAMES, STREAMS, call, run
 
@@ -188,6 +194,8 @@ def test_conditioning_rows_are_neither_stepped_nor_scored(pipe):
     for (call_,) in session.trajectory.conditions[0].steps.values():
         assert torch.equal(call_.kwargs["hidden_states"][0, :1], seen[0])
         assert call_.kwargs["hidden_states"].shape[1] == 38
+    replay = RolloutEngine(pipe).replay(session.trajectory, 1)
+    assert torch.equal(replay.log_prob, session.trajectory.log_probs[:, 1])
 
 
 def test_an_interrupted_loop_leaves_nothing_behind(pipe):
@@ -206,6 +214,15 @@ def test_two_calls_in_one_scope_are_refused(pipe):
 
     with pytest.raises(RolloutStateError, match="called twice in one scope"):
         twice()
+
+
+def test_fewer_kept_boundaries_are_fewer_bytes_in_proportion(pipe):
+    def nbytes(kept):
+        params = RolloutParams(sde_type="ode", return_step_indices=kept)
+        streams = run(pipe, params, output=NAMES[:2])[0].streams
+        return sum(stream.latents.nbytes for stream in streams.values())
+
+    assert nbytes([1, 2]) * 4 == nbytes(None) * 2
 
 
 # -- refused before the denoiser runs -------------------------------------------------------------
