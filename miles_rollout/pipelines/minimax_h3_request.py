@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
@@ -16,6 +17,9 @@ from miles_rollout.errors import RolloutParamsError
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 """Arguments that other pipelines know; here a value up to 1 says what is so anyway."""
 
+_KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Blocks -> the names of their inputs, which take milliseconds to collect."""
+
 
 def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
     """Raise ``RolloutParamsError`` for a call that H3 cannot take; warn of a rounded frame count."""
@@ -23,7 +27,7 @@ def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
     given = {k: v for k, v in request.items() if v is not None and k not in (*GUIDANCE, "output")}
     if "state" in given:
         refuse("a state hides its arguments", "state=", "them as arguments")
-    known = {i.name or i.kwargs_type for i in pipe.blocks.inputs}
+    known = _inputs(pipe._blocks, given)
     unknown = sorted(set(given) - known)
     if unknown:
         refuse(
@@ -77,6 +81,14 @@ def resolve_request(pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
 def refuse(problem: str, value: object, advice: str) -> NoReturn:
     """Raise ``RolloutParamsError``."""
     raise RolloutParamsError(f"rollout: {problem}; got {value}; set {advice}")
+
+
+def _inputs(blocks: Any, given: Collection[str]) -> set[str]:
+    """The names that the blocks take; asked for again only where a name is new."""
+    known = _KNOWN.get(blocks, set())
+    if not set(given) <= known:
+        known = _KNOWN[blocks] = {i.name or i.kwargs_type for i in blocks.inputs}
+    return known
 
 
 def _check_sizes(pipe: Any, given: Mapping[str, Any]) -> None:
