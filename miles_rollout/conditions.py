@@ -135,8 +135,13 @@ class CallRecorder:
         A strided sample keeps its snapshots: the trajectory's states are contiguous, and a kernel
         may round otherwise for another layout.
         """
+        if not sample.is_contiguous():
+            return
         known = self._snapshots.get(id(sample))
-        if known is None or known[0] is not sample or not sample.is_contiguous():
+        if known is None or known[0] is not sample:
+            # A pipeline may step one view of its rows and show the denoiser another.
+            known = next((k for k in self._snapshots.values() if _same_memory(k[0], sample)), None)
+        if known is None:
             return
         version = version_of(sample)
         if known[1] != version or (version < 0 and not torch.equal(known[2], sample)):
@@ -158,7 +163,7 @@ class CallRecorder:
             )
             for call in self.steps.get(step, [])
         ]
-        del self._snapshots[id(sample)]
+        del self._snapshots[id(known[0])]
 
     def end_step(self) -> None:
         """Forget the originals that this step's calls did not use, so that they can be freed.
@@ -220,6 +225,16 @@ def check_no_dropout(name: str, module: nn.Module) -> None:
 def version_of(tensor: Tensor) -> int:
     """The in-place counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Two views of all the same elements, which change together."""
+    return a.data_ptr() == b.data_ptr() and (a.shape, a.dtype, a.device, a.stride()) == (
+        b.shape,
+        b.dtype,
+        b.device,
+        b.stride(),
+    )
 
 
 def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:

@@ -127,16 +127,22 @@ class RolloutEngine:
         pipeline's default alone. ``sampling`` goes to the pipeline; an argument that it does not
         know is an error.
         """
+        default_chunk = 1 if self.adapter.packed else len(prompts)
         request = SampleRequest(
             prompts=prompts if isinstance(prompts, str) else tuple(prompts),
             prompt_ids=tuple(range(len(prompts)) if prompt_ids is None else prompt_ids),
             metadata=tuple({} for _ in prompts) if metadata is None else tuple(metadata),
             group_size=group_size,
-            chunk_size=len(prompts) if chunk_size is None else chunk_size,
+            chunk_size=default_chunk if chunk_size is None else chunk_size,
             seed=seed,
             iteration=iteration,
             same_noise=same_noise,
         )
+        if self.adapter.packed and request.chunk_size != 1:
+            raise RolloutParamsError(
+                "RolloutEngine.generate: this pipeline packs one sample into a call; got "
+                f"chunk_size {chunk_size}; set 1"
+            )
         check_sampling(sampling, self.adapter.sampling)
         argument = self.adapter.scale_argument
         declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument)
@@ -165,17 +171,14 @@ class RolloutEngine:
         negative = None
         if negatives is not None:
             negative = self.encode(negatives, max_sequence_length=longest)
+        part = self.adapter.denoising_part(self.pipe)
         for rows in request.chunks():
             arguments = self.adapter.collate(
                 [encoded[row.prompt] for row in rows],
                 None if negative is None else [negative[row.prompt] for row in rows],
             )
-            with rollout(self.pipe, params, request.seeds(rows), adapter=self.adapter) as session:
-                output = self.pipe(
-                    **arguments | sampling,
-                    generator=request.generators(rows),
-                    output_type="latent",
-                )
+            with rollout(part, params, request.seeds(rows), adapter=self.adapter) as session:
+                output = self.adapter.denoise(part, arguments | sampling, request.generators(rows))
             latents = self.adapter.latents(output)
             yield RolloutBatch(
                 trajectory=session.trajectory,
@@ -223,7 +226,8 @@ class RolloutEngine:
                 outputs = [self._call(call) for call in calls]
                 parts = self.adapter.combine(outputs, trajectory.guidance)
             for name, velocity in parts.items():
-                velocities.setdefault(name, []).append(velocity)
+                stepped = self.adapter.stepped(velocity, states[name])
+                velocities.setdefault(name, []).append(stepped)
             start = rows.stop
         streams = {
             name: self._score(trajectory, name, step, torch.cat(pieces))

@@ -17,6 +17,7 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
     "tiny-sd3": ("tiny_sd3", {}),
+    "tiny-minimax-h3": ("tiny_minimax_h3", {}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

@@ -66,15 +66,22 @@ class Convention:
     """The next sample has the velocity's dtype; otherwise the sample's."""
 
 
+def _is_minimax_h3(scheduler: Any) -> bool:
+    """By name: a diffusers that is too old for MiniMax H3 must still run the other models."""
+    return any(cls.__name__ == "MiniMaxH3Scheduler" for cls in type(scheduler).__mro__)
+
+
 def convention_of(scheduler: Any) -> Convention:
     """The convention of a scheduler's class."""
+    if _is_minimax_h3(scheduler):  # predicts x0 - noise, and its clock is 1 - sigma
+        return Convention(velocity_sign=-1.0, terminal_timestep=1.0, emits_velocity_dtype=False)
     return Convention(emits_velocity_dtype=isinstance(scheduler, FlowMatchEulerDiscreteScheduler))
 
 
 def check_stochastic(scheduler: Any) -> None:
     """Refuse, by name, a scheduler whose steps the transitions do not describe."""
     name = type(scheduler).__name__
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not _is_minimax_h3(scheduler):
         _refuse(f"{name} has no Markov step with a density", name)
     for option in ("stochastic_sampling", "invert_sigmas"):
         if scheduler.config.get(option):
@@ -157,6 +164,17 @@ def _plugged(base: Any) -> type:
     )
 
 
+def _index_of(scheduler: Any, timestep: Any) -> int:
+    """The step that a scheduler is about to take."""
+    if scheduler.step_index is None and hasattr(scheduler, "_init_step_index"):
+        scheduler._init_step_index(timestep)
+    index: int | None = scheduler.step_index
+    if index is not None:
+        return index
+    begin = scheduler.begin_index
+    return scheduler.index_for_timestep(timestep) if begin is None else begin
+
+
 def _take(
     scheduler: Any, own_step: Any, call: inspect.BoundArguments, transition: Transition
 ) -> Tensor:
@@ -166,9 +184,7 @@ def _take(
     velocity = arguments["model_output"]
     if arguments.get("per_token_timesteps") is not None:
         _refuse("every token has a timestep of its own", "per_token_timesteps")
-    if scheduler.step_index is None:
-        scheduler._init_step_index(timestep)
-    index = scheduler.step_index
+    index = _index_of(scheduler, timestep)
 
     def ode(velocity: Tensor, sample: Tensor) -> Tensor:
         call.arguments.update(model_output=velocity, sample=sample, return_dict=False)

@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
 from miles_rollout.conditions import CallRecorder, check_no_dropout
-from miles_rollout.controller import FlowRolloutController, controller_for
+from miles_rollout.controller import FlowRolloutController, OdeTransition, controller_for
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_generator
 from miles_rollout.params import RolloutParams
@@ -77,22 +77,25 @@ class RolloutSession:
             if isinstance(module, nn.Module):
                 check_no_dropout(name, module)
         self._adapter.check_request(self._pipe, arguments)
-        self._request = dict(arguments)
+        self._request = self._adapter.resolve_request(self._pipe, arguments)
         self._guidance = self._adapter.guidance(self._request)
 
     # -- Observer of the schedulers ---------------------------------------------------------------
 
-    def add_scheduler(self, scheduler: Any) -> None:
-        """A scheduler component of the pipeline: its first stream, or the next one."""
+    def add_scheduler(self, scheduler: Any, component: str | None = None) -> None:
+        """A scheduler component of the pipeline, or a copy: its own stream, or the next one."""
         names = self._adapter.streams
         index = len(self._schedulers)
-        if index >= len(names):
+        name = self._adapter.scheduler_streams.get(component or "")
+        if name is None and index < len(names):
+            name = names[index]
+        if name is None or name in self._stream_names.values():
             raise RolloutParamsError(
                 f"rollout: more schedulers than this pipeline's streams {names}; got "
                 f"{type(scheduler).__name__}; declare the streams in an adapter"
             )
         self._schedulers.append(scheduler)
-        self._stream_names[id(scheduler)] = names[index]
+        self._stream_names[id(scheduler)] = name
 
     def copied(self, original: Any, duplicate: Any) -> None:
         """The pipeline copied its scheduler: a further stream, with the schedule it has so far."""
@@ -109,19 +112,27 @@ class RolloutSession:
                 f"rollout: the schedule of stream {name!r} was set again after step "
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
-        self._controllers[name] = controller_for(scheduler, self.params, self.seeds, name)
+        controller = controller_for(scheduler, self.params, self.seeds, name)
+        for other, known in self._controllers.items():
+            if other != name and known.plan.num_steps != controller.plan.num_steps:
+                raise RolloutParamsError(
+                    f"rollout: streams share their steps; got {known.plan.num_steps} steps for "
+                    f"{other!r} and {controller.plan.num_steps} for {name!r}; give both schedules "
+                    "one length"
+                )
+        self._controllers[name] = controller
 
     def transition_of(self, scheduler: Any) -> Transition | None:
         """The stream's controller, which takes every step of the request."""
         name = self._stream_names[id(scheduler)]
         if name not in self._controllers:
             self.scheduled(scheduler)
-        return functools.partial(self._transition, name)
+        return functools.partial(self._packed if self._adapter.packed else self._transition, name)
 
     def _transition(self, name: str, velocity: Tensor, sample: Tensor, **how: Any) -> Tensor:
         controller = self._controllers[name]
         step = how["step"]
-        if step in controller.replayable:
+        if self._records(step):
             self._recorder.resolve_state(step, name, sample)
         emitted = controller.transition(velocity, sample, **how)
         if all(c.next_step > step for c in self._controllers.values()):
@@ -129,6 +140,20 @@ class RolloutSession:
         if step + 1 in controller.replayable:
             self._recorder.expect_state(name, emitted)
         return emitted
+
+    def _packed(
+        self, name: str, velocity: Tensor, sample: Tensor, *, ode: OdeTransition, **how: Any
+    ) -> Tensor:
+        """The rows of one sample are a batch of one, but for the scheduler's own update."""
+
+        def own(velocity: Tensor, sample: Tensor) -> Tensor:
+            return ode(velocity[0], sample[0])[None]
+
+        return self._transition(name, velocity[None], sample[None], ode=own, **how)[0]
+
+    def _records(self, step: int) -> bool:
+        """The calls of ``step`` are kept: some stream is stochastic there, with both its states."""
+        return any(step in c.replayable for c in self._controllers.values())
 
     # -- the denoisers ----------------------------------------------------------------------------
 
@@ -155,7 +180,7 @@ class RolloutSession:
                 f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for {rows} rows; "
                 f"pass {rows} seeds"
             )
-        if any(step in c.replayable for c in self._controllers.values()):
+        if self._records(step):
             self._recorder.record(step, name, args, kwargs)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -249,7 +274,8 @@ def rollout(
         stack.enter_context(exclusive({"the pipeline": pipe, **denoisers}))
         for name, component in dict(pipe.components).items():
             if isinstance(component, SchedulerMixin):
-                session.add_scheduler(stack.enter_context(swapped_scheduler(pipe, name, session)))
+                plugged = stack.enter_context(swapped_scheduler(pipe, name, session))
+                session.add_scheduler(plugged, name)
         for name, module in denoisers.items():
             stack.callback(session.watch(name, module).remove)
         stack.enter_context(observed_call(pipe, session.begin))

@@ -29,10 +29,18 @@ class PipelineAdapter(ABC):
     """The pipeline argument that turns guidance by a negative prompt on, with a value above 1."""
     implied_negative: ClassVar[str | None]
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
+    scheduler_streams: ClassVar[Mapping[str, str]] = {}
+    """Scheduler component -> its stream, for a pipeline with several; else streams go in order."""
+    packed: ClassVar[bool] = False
+    """The pipeline steps [rows, channels] without a batch axis: one sample a call."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse a pipeline call that would be rolled out wrongly."""
+
+    def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the pipeline will take them, where it fills in or rounds some."""
+        return dict(request)
 
     @abstractmethod
     def num_rows(
@@ -67,6 +75,18 @@ class PipelineAdapter(ABC):
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """The pipeline's arguments for a batch of encoded prompts, padded and masked."""
+
+    def denoising_part(self, pipe: Any) -> Any:
+        """What runs from encoded prompts to latents: the pipeline, or a part of it."""
+        return pipe
+
+    def denoise(self, part: Any, arguments: Mapping[str, Any], generators: Sequence[Any]) -> Any:
+        """Call the denoising part, with one generator a row and latents out."""
+        return part(**arguments, generator=generators, output_type="latent")
+
+    def stepped(self, velocity: Tensor, state: Tensor) -> Tensor:
+        """The part of a velocity that the scheduler was given, whose state is ``state``."""
+        return velocity
 
     @abstractmethod
     def latents(self, output: Any) -> dict[str, Tensor]:

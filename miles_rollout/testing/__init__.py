@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_rollout.testing.qwen_image import tiny_qwen_image
 
-__all__ = ["tiny_flux", "tiny_qwen_image", "tiny_sd3"]
+if TYPE_CHECKING:
+    from miles_rollout.testing.flux import tiny_flux
+    from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
+    from miles_rollout.testing.sd3 import tiny_sd3
 
-_LAZY = {"tiny_flux": "flux", "tiny_sd3": "sd3"}
+__all__ = ["tiny_flux", "tiny_minimax_h3", "tiny_qwen_image", "tiny_sd3"]
+
+_LAZY = {"tiny_flux": "flux", "tiny_minimax_h3": "minimax_h3", "tiny_sd3": "sd3"}
 
 
 def __getattr__(name: str) -> Any:

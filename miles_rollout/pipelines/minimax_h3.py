@@ -1,0 +1,135 @@
+"""MiniMax H3: video and sound in one packed sequence, two schedules, one call a step.
+
+The pipeline is modular: encode, denoise and decode are its own blocks, run one by one, since a
+call of the whole pipeline encodes the text again and gives no latents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from torch import Tensor
+
+from miles_rollout.media import Media
+from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+from miles_rollout.pipelines.minimax_h3_request import (
+    GUIDANCE,
+    check_guidance,
+    check_request,
+    refuse,
+    resolve_request,
+)
+
+
+@final
+class MiniMaxH3Adapter(PipelineAdapter):
+    """``MiniMaxH3ModularPipeline``: text to video with sound, one sample a call."""
+
+    streams: ClassVar[tuple[str, ...]] = ("video", "audio")
+    scheduler_streams: ClassVar[Mapping[str, str]] = {
+        "scheduler": "video",
+        "audio_scheduler": "audio",
+    }
+    packed: ClassVar[bool] = True
+    denoisers: ClassVar[tuple[str, ...]] = ("transformer", "transformer_ref")
+    batch_axes: ClassVar[Mapping[str, int | None]] = {}
+    scale_argument: ClassVar[str] = "guidance_scale"
+    implied_negative: ClassVar[str | None] = None
+    sampling: ClassVar[frozenset[str]] = frozenset(
+        {"height", "width", "num_frames", "num_inference_steps", "attention_kwargs", *GUIDANCE}
+    )
+
+    def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
+        """Refuse what the pipeline would ignore, draw from the global RNG, or fail on midway."""
+        check_request(pipe, request)
+
+    def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+        """With the frame count on the VAE's grid, and the canvas of a text without a size."""
+        return resolve_request(pipe, request)
+
+    def num_rows(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
+    ) -> int | None:
+        """One: the batch axis of the packed sequence is 1."""
+        return len(kwargs["hidden_states"])
+
+    def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
+        """One row is all there is."""
+        return {}
+
+    def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
+        """None: it is distilled into the weights."""
+        return {}
+
+    def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:
+        """One for all rows of both streams."""
+        return 1
+
+    def combine(
+        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
+    ) -> dict[str, Tensor]:
+        """Both velocities, in float32 as the loop hands them to the schedulers."""
+        video, audio = outputs[0]
+        return {"video": video.float(), "audio": audio.float()}
+
+    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
+        """The prompt alone, by the text block; its length is free."""
+        if max_sequence_length is not None:
+            refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
+        names = ["prompt_embeds", "text_token_tags"]
+        found = _part(pipe, "text_encoder")(prompt=prompt, output=names)
+        return {"embeds": found["prompt_embeds"][0], "tags": found["text_token_tags"]}
+
+    def collate(
+        self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
+    ) -> dict[str, Any]:
+        """One prompt's arguments of the denoise block."""
+        if negatives is not None:
+            refuse("MiniMax H3 is guidance-distilled", "a negative prompt", "none")
+        (encoding,) = encodings
+        return {"prompt_embeds": encoding["embeds"][None], "text_token_tags": encoding["tags"]}
+
+    def denoising_part(self, pipe: Any) -> Any:
+        """The denoise block as a pipeline, with latents out."""
+        return _part(pipe, "denoise")
+
+    def denoise(self, part: Any, arguments: Mapping[str, Any], generators: Sequence[Any]) -> Any:
+        """Latents of both streams; one generator draws video noise first, then audio noise."""
+        check_guidance(arguments)
+        kept = {name: value for name, value in arguments.items() if name not in GUIDANCE}
+        return part(**kept, generator=generators[0], output=["latents", "audio_latents"])
+
+    def latents(self, output: Any) -> dict[str, Tensor]:
+        """[1, channels, frames, height, width], and [1, stereo, channels, length]."""
+        return {"video": output["latents"], "audio": output["audio_latents"][None]}
+
+    def stepped(self, velocity: Tensor, state: Tensor) -> Tensor:
+        """Conditioning rows stand in front of the generated ones and are never stepped."""
+        return velocity[:, velocity.shape[1] - state.shape[1] :]
+
+    def decode(
+        self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]
+    ) -> list[Media]:
+        """Both media by the decode blocks, one sample after the other."""
+        part, names = _part(pipe, "decode"), ["videos", "audio", "sampling_rate"]
+        media = []
+        for video, audio in zip(latents["video"], latents["audio"], strict=True):
+            made = part(latents=video[None], audio_latents=audio, output_type="pt", output=names)
+            media.append(
+                Media(
+                    video=made["videos"][0],
+                    audio=made["audio"][0],
+                    fps=pipe.fps,
+                    sampling_rate=made["sampling_rate"],
+                )
+            )
+        return media
+
+
+def _part(pipe: Any, name: str) -> Any:
+    """One of the pipeline's own blocks as a pipeline of the same components."""
+    part = copy.copy(pipe)
+    part._blocks = pipe.blocks.sub_blocks[name]
+    return part
