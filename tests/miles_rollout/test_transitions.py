@@ -355,3 +355,11 @@ def test_the_mean_is_the_same_whenever_it_is_asked_for_and_refused_after_a_chang
     v.add_(1)
     with pytest.raises(RolloutStateError, match="changed in place before the mean was asked for"):
         _ = spoiled.mean
+
+
+@pytest.mark.parametrize("sde_type", NOISY)
+def test_the_drawn_sample_is_rounded_as_the_formula_is_written(sde_type):
+    """A fused multiply-add rounds once instead of twice and would change most rows of this size."""
+    x, v, noise = (randn(3, 200, seed=seed) for seed in range(3))
+    taken = draw(sde_type, x, v, noise=noise)
+    assert torch.equal(taken.next_sample, noise * taken.std + taken.mean)
