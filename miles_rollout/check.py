@@ -10,17 +10,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import peft
 import torch
-from torch import Tensor
+from diffusers import SchedulerMixin
+from torch import Tensor, nn
 
 from miles_rollout import RolloutEngine, RolloutParams, RolloutTrajectory, rollout
-from miles_rollout.errors import MilesRolloutError, RolloutParamsError
+from miles_rollout.errors import MilesRolloutError
 from miles_rollout.loading import TINY_PIPELINES, load_pipeline
+from miles_rollout.media import Media
 from miles_rollout.noise import keyed_generator, keyed_noise
 from miles_rollout.transitions import schedule_step
 
@@ -39,91 +41,138 @@ class Row:
     passed: bool | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One call of the pipeline's denoising part: what it takes, and a seed a row."""
+
+    arguments: dict[str, Any]
+    seeds: tuple[int, ...]
+
+    def generators(self) -> list[torch.Generator]:
+        """Of the initial noise."""
+        return [keyed_generator("check", seed) for seed in self.seeds]
+
+
+class Subject:
+    """The pipeline under test, with two prompts: in one call, or in two where it takes one each."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.engine = RolloutEngine(pipe)
+        self.adapter = self.engine.adapter
+        self.part = self.adapter.denoising_part(pipe)
+        self.denoisers = [
+            module
+            for name in self.adapter.denoisers
+            if isinstance(module := getattr(pipe, name, None), nn.Module)
+        ]
+        sampling = self.adapter.small_request(pipe) | {"num_inference_steps": STEPS}
+        if self.adapter.scale_argument is not None:
+            sampling[self.adapter.scale_argument] = 4.0
+        inputs = [dict(self.adapter.sample_inputs(pipe)) for _ in PROMPTS]
+        encoded = self.engine.encode(PROMPTS, inputs=inputs)
+        negatives = None
+        if self.adapter.scale_argument is not None:
+            negatives = self.engine.encode([" "] * len(PROMPTS), inputs=inputs)
+        rows = [[0], [1]] if self.adapter.one_sample else [[0, 1]]
+        self.requests = [
+            Request(
+                arguments=self.adapter.collate(
+                    [encoded[i] for i in group],
+                    None if negatives is None else [negatives[i] for i in group],
+                )
+                | sampling,
+                seeds=tuple(SEEDS[i] for i in group),
+            )
+            for group in rows
+        ]
+
+    def stock(self, request: Request) -> dict[str, Tensor]:
+        """The final latents of a call as it is."""
+        output = self.adapter.denoise(self.part, request.arguments, request.generators())
+        return self.adapter.latents(output)
+
+    def rolled(
+        self, request: Request, params: RolloutParams
+    ) -> tuple[RolloutTrajectory, dict[str, Tensor]]:
+        """A rollout of that call, and its final latents."""
+        with rollout(self.part, params, request.seeds, adapter=self.adapter) as session:
+            latents = self.stock(request)
+        return session.trajectory, latents
+
+    def trajectory(self, params: RolloutParams) -> RolloutTrajectory:
+        """The rollouts of all requests, joined."""
+        return RolloutTrajectory.cat([self.rolled(r, params)[0] for r in self.requests])
+
+
 def run_checks(pipe: Any) -> Iterator[Row]:
     """Measure, one row after the other. The pipeline gets a LoRA on the way."""
-    engine = RolloutEngine(pipe)
-    if engine.adapter.packed:
-        raise RolloutParamsError(
-            "check: a pipeline that packs one sample into a call is not covered yet; got "
-            f"{type(pipe).__name__}; set another pipeline, or see its tests"
-        )
-    arguments = _arguments(engine)
-    yield from _parity(pipe, arguments)
-    _attach_lora(engine)
-    params = RolloutParams(debug=True)
-    trajectory = _roll_out(pipe, params, arguments)
-    yield _replay_row(engine, trajectory, "replay, same batch", None, 0.0)
-    exact = pipe.transformer.dtype == torch.float32
-    yield _replay_row(engine, trajectory, "replay, row by row", 1, 1e-5 if exact else None)
-    yield _counter_test(engine, trajectory, arguments, params)
-    yield from _sizes(pipe, trajectory, arguments)
-    yield _overhead(pipe, arguments)
+    subject = Subject(pipe)
+    yield from _parity(subject)
+    _attach_lora(subject)
+    trajectory = subject.trajectory(RolloutParams(debug=True))
+    yield _replay_row(subject, trajectory, "replay, same batch", None, 0.0)
+    exact = next(subject.denoisers[0].parameters()).dtype == torch.float32
+    yield _replay_row(subject, trajectory, "replay, row by row", 1, 1e-5 if exact else None)
+    yield _counter_test(subject, trajectory)
+    yield _sizes(subject)
+    yield _overhead(subject)
 
 
-def _arguments(engine: RolloutEngine) -> dict[str, Any]:
-    pipe = engine.pipe
-    negatives = engine.encode([" "] * len(PROMPTS))
-    side = pipe.vae_scale_factor * 2 * 8
-    return engine.adapter.collate(engine.encode(PROMPTS), negatives) | {
-        engine.adapter.scale_argument: 4.0,
-        "num_inference_steps": STEPS,
-        "height": side,
-        "width": side,
-    }
-
-
-def _generators() -> list[torch.Generator]:
-    return [keyed_generator("check", seed) for seed in SEEDS]
-
-
-def _roll_out(pipe: Any, params: RolloutParams, arguments: dict[str, Any]) -> RolloutTrajectory:
-    with rollout(pipe, params, SEEDS) as session:
-        pipe(**arguments, generator=_generators(), output_type="latent")
-    return session.trajectory
-
-
-def _parity(pipe: Any, arguments: dict[str, Any]) -> Iterator[Row]:
-    """Deterministic rollout against the stock call, and the stock call afterwards."""
-    scheduler = pipe.scheduler
-
-    def stock() -> Tensor:
-        return pipe(**arguments, generator=_generators(), output_type="pt").images
-
-    before = stock()
-    with rollout(pipe, RolloutParams(sde_type="ode"), SEEDS):
-        inside = stock()
-    _roll_out(pipe, RolloutParams(), arguments)
-    after = stock()
-    for name, images in (("rollout without noise", inside), ("stock call afterwards", after)):
-        gap = (images - before).abs().max().item()
+def _parity(subject: Subject) -> Iterator[Row]:
+    """Deterministic rollout against the stock call, and the stock call afterwards: decoded."""
+    pipe, ode = subject.engine.pipe, RolloutParams(sde_type="ode")
+    schedulers = [c for c in pipe.components.values() if isinstance(c, SchedulerMixin)]
+    inside_gap = after_gap = 0.0
+    for request in subject.requests:
+        before = subject.stock(request)
+        trajectory, inside = subject.rolled(request, ode)
+        subject.rolled(request, RolloutParams())
+        after = subject.stock(request)
+        media = [
+            _tensors(subject.engine.decode(latents, **trajectory.request))
+            for latents in (before, inside, after)
+        ]
+        inside_gap = max(inside_gap, *map(_gap, media[0], media[1]))
+        after_gap = max(after_gap, *map(_gap, media[0], media[2]))
+    for name, gap in (("rollout without noise", inside_gap), ("stock call afterwards", after_gap)):
         yield Row(name=name, measured=f"max diff {gap:.3g}", bound="0", passed=gap == 0)
-    same = pipe.scheduler is scheduler
+    now = [c for c in pipe.components.values() if isinstance(c, SchedulerMixin)]
+    same = all(a is b for a, b in zip(schedulers, now, strict=True))
     yield Row(
         name="scheduler object", measured="same" if same else "other", bound="same", passed=same
     )
 
 
-def _attach_lora(engine: RolloutEngine) -> None:
-    """A LoRA that does something: B is not zero."""
-    for name in engine.adapter.denoisers:
-        module = getattr(engine.pipe, name, None)
-        if module is None:
-            continue
-        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["to_q", "to_k", "to_v"])
+def _tensors(media: Sequence[Media]) -> list[Tensor]:
+    parts = [part for m in media for part in (m.image, m.video, m.audio)]
+    return [part for part in parts if part is not None]
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    return (one.float() - other.float()).abs().max().item()
+
+
+def _attach_lora(subject: Subject) -> None:
+    """A LoRA on the attention that does something: B is not zero."""
+    for module in subject.denoisers:
+        linear = [n for n, part in module.named_modules() if isinstance(part, nn.Linear)]
+        attention = [n for n in linear if "attn" in n.lower() or "attention" in n.lower()]
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=attention or linear)
         with torch.random.fork_rng(devices=[]):
             module.add_adapter(config)
-        _set_lora(module, 0.02)
+    _set_lora(subject, 0.02)
 
 
-def _set_lora(module: torch.nn.Module, scale: float) -> None:
-    for name, parameter in module.named_parameters():
-        if ".lora_" in name:
-            noise = keyed_noise([0], parameter.shape, "check_lora", name)[0]
-            parameter.data = (noise * scale).to(parameter.device, torch.float32)
+def _set_lora(subject: Subject, scale: float) -> None:
+    for module in subject.denoisers:
+        for name, parameter in module.named_parameters():
+            if ".lora_" in name:
+                noise = keyed_noise([0], parameter.shape, "check_lora", name)[0]
+                parameter.data = (noise * scale).to(parameter.device, torch.float32)
 
 
 def _replay_row(
-    engine: RolloutEngine,
+    subject: Subject,
     trajectory: RolloutTrajectory,
     name: str,
     rows: int | None,
@@ -134,13 +183,13 @@ def _replay_row(
     parts = [None] if rows is None else [[i] for i in range(trajectory.num_samples)]
     for step in trajectory.replayable_steps:
         for part in parts:
-            replay = engine.replay(trajectory, step, part)
+            replay = subject.engine.replay(trajectory, step, part)
             index = slice(None) if part is None else part
             old = trajectory.log_probs[index, step]
-            gap = max(gap, (replay.log_prob - old).abs().max().item())
+            gap = max(gap, _gap(replay.log_prob, old))
             for stream, now in replay.streams.items():
                 held = trajectory.streams[stream].debug["velocity"][index, step]
-                velocity_gap = max(velocity_gap, (now.velocity.float() - held).abs().max().item())
+                velocity_gap = max(velocity_gap, _gap(now.velocity, held))
     exact_velocity = velocity_gap == 0 or bound != 0
     return Row(
         name=name,
@@ -150,38 +199,25 @@ def _replay_row(
     )
 
 
-def _counter_test(
-    engine: RolloutEngine,
-    trajectory: RolloutTrajectory,
-    arguments: dict[str, Any],
-    params: RolloutParams,
-) -> Row:
+def _counter_test(subject: Subject, trajectory: RolloutTrajectory) -> Row:
     """With other weights, the ratio must move as the pipeline's own loop says it should.
 
-    Step 0 starts from the same noise under any weights, so a second rollout with the changed
-    weights gives the velocity there by another path than replay; the Gaussians are written out.
+    The first step starts from the same noise under any weights, so a second rollout with the
+    changed weights gives the velocity there by another path than replay; the Gaussians are written
+    out.
     """
-    module = getattr(engine.pipe, engine.adapter.denoisers[0])
-    _set_lora(module, 0.3)
-    changed = _roll_out(engine.pipe, params, arguments)
-    measured = (engine.replay(trajectory, 0).log_prob - trajectory.log_probs[:, 0]).detach()
-    _set_lora(module, 0.02)
-    name = next(iter(trajectory.streams))
-    x, x_next = (t.double() for t in trajectory.pair(name, 0))
-    exponents = []
-    for source in (changed, trajectory):
-        stream = source.streams[name]
-        step = schedule_step(
-            params.sde_type,
-            x,
-            stream.debug["velocity"][:, 0].double() * stream.velocity_sign,
-            sigmas=stream.sigmas,
-            step=0,
-            noise_level=params.noise_level,
-            next_sample=x_next,
-        )
-        exponents.append((-((x_next - step.mean) ** 2) / (2 * step.std**2)).flatten(1).mean(1))
-    predicted = exponents[0] - exponents[1]
+    _set_lora(subject, 0.3)
+    changed = subject.trajectory(trajectory.params)
+    measured = (subject.engine.replay(trajectory, 0).log_prob - trajectory.log_probs[:, 0]).detach()
+    _set_lora(subject, 0.02)
+    predicted = trajectory.joint(
+        {
+            name: _exponent(trajectory, changed, name) - _exponent(trajectory, trajectory, name)
+            for name, stream in trajectory.streams.items()
+            if 0 in stream.sde_step_indices
+        },
+        0,
+    )
     error = (measured - predicted).abs().max().item()
     moved = measured.abs().min().item()
     return Row(
@@ -192,20 +228,34 @@ def _counter_test(
     )
 
 
-def _sizes(pipe: Any, full: RolloutTrajectory, arguments: dict[str, Any]) -> Iterator[Row]:
-    steps = (1, 2)
-    few = _roll_out(
-        pipe, RolloutParams(sde_step_indices=steps, return_step_indices=(1, 2, 3)), arguments
+def _exponent(trajectory: RolloutTrajectory, source: RolloutTrajectory, name: str) -> Tensor:
+    """Of the Gaussian of the first step under the velocity of ``source``: [B], mean over elements."""
+    stream = source.streams[name]
+    x, x_next = (t.double() for t in trajectory.pair(name, 0))
+    step = schedule_step(
+        source.params.sde_type,
+        x,
+        stream.debug["velocity"][:, 0].double() * stream.velocity_sign,
+        sigmas=stream.sigmas,
+        step=0,
+        noise_level=source.params.noise_level,
+        next_sample=x_next,
     )
-    plain = _roll_out(pipe, RolloutParams(), arguments)
-    yield Row(
+    exponents = -((x_next - step.mean) ** 2) / (2 * step.std**2)
+    live = torch.ones_like(exponents) if stream.mask is None else stream.mask.double()
+    return ((exponents * live).flatten(1).sum(1) / live.flatten(1).sum(1)).float()
+
+
+def _sizes(subject: Subject) -> Row:
+    few = RolloutParams(sde_step_indices=(1, 2), return_step_indices=(1, 2, 3))
+    sizes = [subject.trajectory(p).nbytes / 1024 for p in (RolloutParams(), few)]
+    return Row(
         name="trajectory size",
-        measured=f"{plain.nbytes / 1024:.1f} KiB in full, {few.nbytes / 1024:.1f} KiB for steps 1-2",
+        measured=f"{sizes[0]:.1f} KiB in full, {sizes[1]:.1f} KiB for steps 1-2",
     )
-    del full
 
 
-def _overhead(pipe: Any, arguments: dict[str, Any]) -> Row:
+def _overhead(subject: Subject) -> Row:
     """Median of five pairs, latents only: decoding would hide the difference."""
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -215,13 +265,11 @@ def _overhead(pipe: Any, arguments: dict[str, Any]) -> Row:
             torch.accelerator.synchronize()
         return time.perf_counter() - started
 
-    def stock() -> Any:
-        return pipe(**arguments, generator=_generators(), output_type="latent")
-
+    request = subject.requests[0]
     ratios = []
     for _ in range(5):
-        base = seconds(stock)
-        ratios.append(seconds(lambda: _roll_out(pipe, RolloutParams(), arguments)) / base)
+        base = seconds(lambda: subject.stock(request))
+        ratios.append(seconds(lambda: subject.rolled(request, RolloutParams())) / base)
     return Row(name="time against stock", measured=f"{sorted(ratios)[2]:.2f} x, all steps kept")
 
 

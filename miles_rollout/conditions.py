@@ -26,6 +26,13 @@ class StreamState:
 
     stream: str
     dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+    """The shape in which the denoiser sees the state of a single sample, if it is another one."""
+
+    def of(self, states: Mapping[str, Tensor]) -> Tensor:
+        """The argument that this stands for."""
+        state = states[self.stream].to(self.dtype)
+        return state if self.shape is None else state.reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +146,15 @@ class CallRecorder:
             return
         known = self._snapshots.get(id(sample))
         if known is None or known[0] is not sample:
-            # A pipeline may step one view of its rows and show the denoiser another.
+            # A pipeline may step one view of its state and show the denoiser another.
             known = next((k for k in self._snapshots.values() if _same_memory(k[0], sample)), None)
         if known is None:
             return
         version = version_of(sample)
         if known[1] != version or (version < 0 and not torch.equal(known[2], sample)):
             return
-        snapshot, state = known[2], StreamState(stream, sample.dtype)
+        shape = None if known[2].shape == sample.shape else tuple(known[2].shape)
+        snapshot, state = known[2], StreamState(stream, sample.dtype, shape)
 
         def swap(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -228,13 +236,16 @@ def version_of(tensor: Tensor) -> int:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Two views of all the same elements, which change together."""
-    return a.data_ptr() == b.data_ptr() and (a.shape, a.dtype, a.device, a.stride()) == (
-        b.shape,
+    """Two views of all the same elements, which change together; of another shape for one row."""
+    if (a.data_ptr(), a.dtype, a.device, a.numel()) != (
+        b.data_ptr(),
         b.dtype,
         b.device,
-        b.stride(),
-    )
+        b.numel(),
+    ):
+        return False
+    same = (a.shape, a.stride()) == (b.shape, b.stride())
+    return same or (len(b) == 1 and a.is_contiguous() and b.is_contiguous())
 
 
 def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:

@@ -64,11 +64,21 @@ class FlowRolloutController:
         self._debug: dict[str, list[Tensor]] = {}
         self._state: Tensor | None = None
         self._emitted: tuple[Tensor, int] | None = None
+        self._live: Tensor | None = None
 
     @property
     def done(self) -> bool:
         """Every step was taken."""
         return self.next_step == self.plan.num_steps
+
+    def declare_mask(self, mask: Bool[Tensor, "..."]) -> None:
+        """Mark what is live (True), broadcast against the sample, before the first step."""
+        if self.next_step:
+            raise RolloutStateError(
+                f"rollout: the mask of stream {self.stream!r} came after step {self.next_step - 1}; "
+                "got a late mask; declare it before the first step"
+            )
+        self._mask = mask
 
     # Tensors born in inference mode could never be trained on.
     @torch.inference_mode(False)
@@ -96,6 +106,8 @@ class FlowRolloutController:
         x = sample
         if keeps_float32:
             x = sample.to(torch.float32) if self._state is None else self._state
+            if self._state is not None and self._mask is not None:
+                x = torch.where(self._mask, x, sample)
         self._capture(step, x)
         if step in self._sde_steps:
             next_x = self._stochastic(
@@ -110,6 +122,8 @@ class FlowRolloutController:
         if self.done:
             self._capture(step + 1, next_x)
         self._emitted = (emitted, version_of(emitted))
+        if self._mask is not None:
+            self._live = emitted[self._mask]
         return emitted
 
     @torch.inference_mode(False)
@@ -123,6 +137,14 @@ class FlowRolloutController:
             )
         log_probs = torch.stack(self._log_probs, dim=1)
         self._check_finite(log_probs)
+        if (
+            self._mask is not None
+            and self._latents is not None
+            and self.plan.num_steps in self._place
+        ):
+            assert self._emitted is not None
+            final = self._latents[:, self._place[self.plan.num_steps]]
+            final.copy_(torch.where(self._mask, final, self._emitted[0]))
         rows = len(self._seeds)
         num_elements = torch.full((rows,), self._numel, device=log_probs.device)
         if self._mask is not None:
@@ -229,9 +251,14 @@ class FlowRolloutController:
         if self._emitted is None or not (near_noise or self.params.latent_dtype == "float32"):
             return
         emitted, version = self._emitted
-        if sample is emitted and version_of(sample) == version:
+        in_place = version_of(emitted) != version
+        if sample is emitted and not in_place:
             return
-        if sample is emitted or not torch.equal(sample.to(emitted.dtype), emitted):
+        if self._mask is not None and self._live is not None:
+            same = torch.equal(sample.to(emitted.dtype)[self._mask], self._live)
+        else:
+            same = not in_place and torch.equal(sample.to(emitted.dtype), emitted)
+        if not same:
             raise RolloutStateError(
                 f"rollout: stream {self.stream!r} was changed between steps {step - 1} and {step}, "
                 "next to a stochastic step, so its log-prob would describe another sample; got a "
@@ -256,6 +283,7 @@ def controller_for(
         sigmas=scheduler.sigmas,
         timesteps=torch.cat([timesteps, terminal]),
         velocity_sign=convention.velocity_sign,
+        euler_ode=convention.has_memory and not params.is_deterministic,
     )
     if controller.plan.sde_steps:
         check_stochastic(scheduler)

@@ -20,8 +20,13 @@ from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.media import Media
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
-from miles_rollout.pipelines.base import Encoding
-from miles_rollout.sample_request import SampleRequest, check_sampling, negative_prompts
+from miles_rollout.pipelines.base import DenoisingStep, Encoding
+from miles_rollout.sample_request import (
+    SampleRequest,
+    check_inputs,
+    check_sampling,
+    negative_prompts,
+)
 from miles_rollout.session import rollout
 from miles_rollout.shapes import Float, Int
 from miles_rollout.trajectory import RolloutTrajectory
@@ -70,7 +75,8 @@ class RolloutEngine:
     def __init__(self, pipe: Any, adapter: PipelineAdapter | None = None) -> None:
         self.pipe = pipe
         self.adapter = adapter or adapter_for(pipe)
-        self._encodings: dict[tuple[str, int | None, torch.dtype], Encoding] = {}
+        # With the inputs of each key, which keeps their ids their own.
+        self._encodings: dict[tuple[Any, ...], tuple[Mapping[str, Any], Encoding]] = {}
 
     @classmethod
     def from_pretrained(cls, name: str, **kwargs: Any) -> RolloutEngine:
@@ -81,23 +87,33 @@ class RolloutEngine:
 
     @torch.no_grad()
     def encode(
-        self, prompts: Sequence[str], *, max_sequence_length: int | None = None
+        self,
+        prompts: Sequence[str],
+        *,
+        max_sequence_length: int | None = None,
+        inputs: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[Encoding]:
         """Encode each distinct prompt once, alone and as given; later calls answer from memory.
 
+        ``inputs`` holds what each prompt comes with, such as ``{"image": ...}``; equal objects are
+        encoded once.
         After all prompts of a run are encoded, the text encoder can leave the device:
         ``engine.pipe.text_encoder.to("cpu")``.
         """
         dtype = self.pipe.dtype  # of the whole pipeline: what was encoded before a cast is stale
-        for prompt in prompts:
+        encoded = []
+        for prompt, given in zip(prompts, inputs or [{}] * len(prompts), strict=True):
             if not isinstance(prompt, str):
                 raise RolloutParamsError(
                     f"RolloutEngine.encode: prompts are strings; got {prompt!r}; pass a list of str"
                 )
-            key = (prompt, max_sequence_length, dtype)
+            objects = tuple(sorted((name, id(value)) for name, value in given.items()))
+            key = (prompt, objects, max_sequence_length, dtype)
             if key not in self._encodings:
-                self._encodings[key] = self.adapter.encode(self.pipe, prompt, max_sequence_length)
-        return [self._encodings[prompt, max_sequence_length, dtype] for prompt in prompts]
+                encoding = self.adapter.encode(self.pipe, prompt, max_sequence_length, given)
+                self._encodings[key] = (given, encoding)
+            encoded.append(self._encodings[key][1])
+        return encoded
 
     # -- generate ---------------------------------------------------------------------------------
 
@@ -112,6 +128,7 @@ class RolloutEngine:
         prompt_ids: Sequence[int] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
         negative_prompt: str | Sequence[str] | None = None,
+        inputs: Sequence[Mapping[str, Any]] | None = None,
         max_sequence_length: int | None = None,
         chunk_size: int | None = None,
         same_noise: bool = False,
@@ -124,10 +141,11 @@ class RolloutEngine:
         sample of every prompt). A row's noise depends on (seed, iteration, prompt id, sample) alone;
         ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise.
         Guidance is on where ``negative_prompt`` or a scale above 1 asks for it, never by a
-        pipeline's default alone. ``sampling`` goes to the pipeline; an argument that it does not
-        know is an error.
+        pipeline's default alone. ``inputs`` holds what each prompt comes with, such as
+        ``{"image": ...}``. ``sampling`` goes to the pipeline; an argument that it does not know is
+        an error.
         """
-        default_chunk = 1 if self.adapter.packed else len(prompts)
+        default_chunk = 1 if self.adapter.one_sample else len(prompts)
         request = SampleRequest(
             prompts=prompts if isinstance(prompts, str) else tuple(prompts),
             prompt_ids=tuple(range(len(prompts)) if prompt_ids is None else prompt_ids),
@@ -138,25 +156,26 @@ class RolloutEngine:
             iteration=iteration,
             same_noise=same_noise,
         )
-        if self.adapter.packed and request.chunk_size != 1:
+        if self.adapter.one_sample and request.chunk_size != 1:
             raise RolloutParamsError(
-                "RolloutEngine.generate: this pipeline packs one sample into a call; got "
+                "RolloutEngine.generate: this pipeline takes one sample a call; got "
                 f"chunk_size {chunk_size}; set 1"
             )
         check_sampling(sampling, self.adapter.sampling)
+        check_inputs(inputs, len(prompts), self.adapter.inputs)
         argument = self.adapter.scale_argument
-        declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument)
+        declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument or "")
         negatives = negative_prompts(
             negative_prompt,
             len(prompts),
-            argument=argument,
-            scale=sampling.get(argument),
+            argument=argument or "guidance",
+            scale=sampling.get(argument or ""),
             default=None if declared is None else declared.default,
             implied=self.adapter.implied_negative,
         )
         if max_sequence_length is not None:  # the pipeline cuts embeddings, too
             sampling["max_sequence_length"] = max_sequence_length
-        return self._chunks(request, negatives, params, decode, sampling)
+        return self._chunks(request, negatives, params, decode, sampling, inputs)
 
     def _chunks(
         self,
@@ -165,12 +184,13 @@ class RolloutEngine:
         params: RolloutParams,
         decode: bool,
         sampling: dict[str, Any],
+        inputs: Sequence[Mapping[str, Any]] | None,
     ) -> Iterator[RolloutBatch]:
         longest = sampling.get("max_sequence_length")
-        encoded = self.encode(request.prompts, max_sequence_length=longest)
+        encoded = self.encode(request.prompts, max_sequence_length=longest, inputs=inputs)
         negative = None
         if negatives is not None:
-            negative = self.encode(negatives, max_sequence_length=longest)
+            negative = self.encode(negatives, max_sequence_length=longest, inputs=inputs)
         part = self.adapter.denoising_part(self.pipe)
         for rows in request.chunks():
             arguments = self.adapter.collate(
@@ -224,10 +244,19 @@ class RolloutEngine:
             calls = conditions.calls(step, states)
             with calls[0].autocast_scope():
                 outputs = [self._call(call) for call in calls]
-                parts = self.adapter.combine(outputs, trajectory.guidance)
-            for name, velocity in parts.items():
-                stepped = self.adapter.stepped(velocity, states[name])
-                velocities.setdefault(name, []).append(stepped)
+                parts = self.adapter.combine(
+                    DenoisingStep(
+                        index=step,
+                        calls=calls,
+                        outputs=outputs,
+                        states=states,
+                        sigmas={name: s.sigmas for name, s in trajectory.streams.items()},
+                        timesteps={name: s.timesteps for name, s in trajectory.streams.items()},
+                        guidance=trajectory.guidance,
+                    )
+                )
+            for name in trajectory.streams:
+                velocities.setdefault(name, []).append(parts[name])
             start = rows.stop
         streams = {
             name: self._score(trajectory, name, step, torch.cat(pieces))

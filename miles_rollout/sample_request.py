@@ -87,6 +87,22 @@ def check_sampling(sampling: Collection[str], known: Collection[str]) -> None:
         )
 
 
+def check_inputs(
+    inputs: Sequence[Mapping[str, Any]] | None, count: int, known: Collection[str]
+) -> None:
+    """Refuse inputs that are not one mapping a prompt, or that the adapter does not know."""
+    if inputs is None:
+        return
+    if len(inputs) != count:
+        _refuse(
+            "one entry of inputs a prompt", f"{len(inputs)} for {count} prompts", "pass as many"
+        )
+    for name in {name for given in inputs for name in given}:
+        if name not in known:
+            advice = f"choose among {', '.join(sorted(known))}" if known else "leave inputs out"
+            _refuse("this pipeline has no such input", repr(name), advice)
+
+
 def negative_prompts(
     negative: str | Sequence[str] | None,
     count: int,

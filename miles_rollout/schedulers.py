@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
@@ -64,6 +68,8 @@ class Convention:
     terminal_timestep: float = 0.0
     emits_velocity_dtype: bool = True
     """The next sample has the velocity's dtype; otherwise the sample's."""
+    has_memory: bool = False
+    """A step depends on earlier ones, so that it cannot follow a stochastic one."""
 
 
 def _is_minimax_h3(scheduler: Any) -> bool:
@@ -75,16 +81,34 @@ def convention_of(scheduler: Any) -> Convention:
     """The convention of a scheduler's class."""
     if _is_minimax_h3(scheduler):  # predicts x0 - noise, and its clock is 1 - sigma
         return Convention(velocity_sign=-1.0, terminal_timestep=1.0, emits_velocity_dtype=False)
+    if isinstance(scheduler, (DPMSolverMultistepScheduler, UniPCMultistepScheduler)):
+        casts = isinstance(scheduler, DPMSolverMultistepScheduler)
+        return Convention(emits_velocity_dtype=casts, has_memory=True)
     return Convention(emits_velocity_dtype=isinstance(scheduler, FlowMatchEulerDiscreteScheduler))
 
 
 def check_stochastic(scheduler: Any) -> None:
-    """Refuse, by name, a scheduler whose steps the transitions do not describe."""
-    name = type(scheduler).__name__
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not _is_minimax_h3(scheduler):
+    """Refuse, by name, a scheduler whose steps the transitions do not describe.
+
+    Solvers with memory pass if they integrate the flow: a stochastic request takes none of their own
+    steps, but Euler steps over the same sigmas.
+    """
+    name, config = type(scheduler).__name__, scheduler.config
+    if convention_of(scheduler).has_memory:
+        if config.get("prediction_type") != "flow_prediction" or not config.get("use_flow_sigmas"):
+            _refuse(
+                f"{name} does not integrate a flow without prediction_type='flow_prediction' and "
+                "use_flow_sigmas=True",
+                f"{config.get('prediction_type')!r}, {config.get('use_flow_sigmas')}",
+            )
+        if str(config.get("algorithm_type", "")).startswith("sde"):
+            _refuse(f"{name} adds noise of its own", f"algorithm_type={config.algorithm_type!r}")
+    elif not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not _is_minimax_h3(
+        scheduler
+    ):
         _refuse(f"{name} has no Markov step with a density", name)
     for option in ("stochastic_sampling", "invert_sigmas"):
-        if scheduler.config.get(option):
+        if config.get(option):
             _refuse(f"{name} has {option} on, which is another process", f"{option}=True")
     sigmas = scheduler.sigmas.tolist()
     if not all(1 >= s >= n >= 0 for s, n in itertools.pairwise(sigmas)):

@@ -41,6 +41,7 @@ class RolloutSession:
         self._stream_names: dict[int, str] = {}
         self._schedulers: list[Any] = []
         self._controllers: dict[str, FlowRolloutController] = {}
+        self._first_call = True
         self._trajectory: RolloutTrajectory | None = None
 
     @property
@@ -84,7 +85,7 @@ class RolloutSession:
 
     def add_scheduler(self, scheduler: Any, component: str | None = None) -> None:
         """A scheduler component of the pipeline, or a copy: its own stream, or the next one."""
-        names = self._adapter.streams
+        names = self._adapter.request_streams(self._request or {})
         index = len(self._schedulers)
         name = self._adapter.scheduler_streams.get(component or "")
         if name is None and index < len(names):
@@ -180,6 +181,10 @@ class RolloutSession:
                 f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for {rows} rows; "
                 f"pass {rows} seeds"
             )
+        if self._first_call:
+            self._first_call = False
+            for stream, mask in self._adapter.masks(args, kwargs, self._request or {}).items():
+                self._controllers[stream].declare_mask(mask)
         if self._records(step):
             self._recorder.record(step, name, args, kwargs)
 

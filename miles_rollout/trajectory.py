@@ -90,7 +90,7 @@ class Conditions:
         """The calls of a step, with the streams' states filled in."""
 
         def fill(_: str, leaf: Any) -> Any:
-            return states[leaf.stream].to(leaf.dtype) if isinstance(leaf, StreamState) else leaf
+            return leaf.of(states) if isinstance(leaf, StreamState) else leaf
 
         return [call.map(fill) for call in self.steps[step]]
 

@@ -172,7 +172,8 @@ def _encode(table: _TensorTable, tree: Any) -> Any:
     if isinstance(tree, Tensor):
         return {"@tensor": table.add(tree)}
     if isinstance(tree, StreamState):
-        return {"@state": [tree.stream, str(tree.dtype).removeprefix("torch.")]}
+        shape = [] if tree.shape is None else [list(tree.shape)]
+        return {"@state": [tree.stream, str(tree.dtype).removeprefix("torch."), *shape]}
     if isinstance(tree, torch.dtype):
         return {"@dtype": str(tree).removeprefix("torch.")}
     if isinstance(tree, tuple):
@@ -193,7 +194,8 @@ def _decode(tensors: dict[str, Tensor], tree: Any) -> Any:
     if kind == "@tensor":
         return tensors[value]
     if kind == "@state":
-        return StreamState(value[0], getattr(torch, value[1]))
+        shape = tuple(value[2]) if len(value) > 2 else None
+        return StreamState(value[0], getattr(torch, value[1]), shape)
     if kind == "@dtype":
         return getattr(torch, value)
     if kind == "@tuple":

@@ -39,12 +39,12 @@ SDK = {
     ),
     "RolloutEngine": "(pipe, adapter=None)",
     "RolloutEngine.decode": "(self, latents, **request)",
-    "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None)",
+    "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None, inputs=None)",
     "RolloutEngine.from_pretrained": "(name, **kwargs)",
     "RolloutEngine.generate": (
         "(self, prompts, group_size, params, *, seed, iteration=0, prompt_ids=None, "
-        "metadata=None, negative_prompt=None, max_sequence_length=None, chunk_size=None, "
-        "same_noise=False, decode=True, **sampling)"
+        "metadata=None, negative_prompt=None, inputs=None, max_sequence_length=None, "
+        "chunk_size=None, same_noise=False, decode=True, **sampling)"
     ),
     "RolloutEngine.replay": "(self, trajectory, step, samples=None)",
     "RolloutParams": (

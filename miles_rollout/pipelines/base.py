@@ -4,35 +4,62 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
+from miles_rollout.conditions import DenoiserCall
 from miles_rollout.media import Media
 
-Encoding = Mapping[str, Tensor]
-"""What one prompt becomes, without a batch axis: [tokens, channels] and the like."""
+Encoding = Mapping[str, Any]
+"""What one prompt and its inputs become, without a batch axis: [tokens, channels] and the like."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenoisingStep:
+    """What the velocities of one step are made from; rows are those of one rollout."""
+
+    index: int
+    """The step, 0-based."""
+    calls: Sequence[DenoiserCall]
+    """The denoiser calls of the step, in order, with the states filled in."""
+    outputs: Sequence[Any]
+    """What each call returned."""
+    states: Mapping[str, Tensor]
+    """Stream -> its state before the step, [rows, ...]."""
+    sigmas: Mapping[str, Tensor]
+    """Stream -> its schedule, [T + 1]."""
+    timesteps: Mapping[str, Tensor]
+    """Stream -> its timesteps in the scheduler's convention, [T + 1]."""
+    guidance: Mapping[str, float | bool]
+    """What the adapter's ``guidance`` said of the request."""
 
 
 class PipelineAdapter(ABC):
     """Facts and small conversions of one pipeline family; holds no state."""
 
     streams: ClassVar[tuple[str, ...]]
-    """Names of the latent streams: the scheduler's own, then its copies in the order made."""
+    """Names of all latent streams that a request can have."""
     denoisers: ClassVar[tuple[str, ...]]
     """Components whose calls are recorded and replayed."""
     batch_axes: ClassVar[Mapping[str, int | None]]
     """Denoiser argument -> batch axis, None for what all rows share."""
     sampling: ClassVar[frozenset[str]]
     """Pipeline arguments that a caller of the engine may set."""
-    scale_argument: ClassVar[str]
-    """The pipeline argument that turns guidance by a negative prompt on, with a value above 1."""
+    scale_argument: ClassVar[str | None]
+    """The pipeline argument that turns guidance by a negative prompt on, with a value above 1; None
+    where the model is never guided."""
     implied_negative: ClassVar[str | None]
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
     scheduler_streams: ClassVar[Mapping[str, str]] = {}
     """Scheduler component -> its stream, for a pipeline with several; else streams go in order."""
+    one_sample: ClassVar[bool] = False
+    """The pipeline takes one sample a call."""
     packed: ClassVar[bool] = False
-    """The pipeline steps [rows, channels] without a batch axis: one sample a call."""
+    """The pipeline steps [tokens, channels] without a batch axis; it takes one sample a call then."""
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -41,6 +68,20 @@ class PipelineAdapter(ABC):
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the pipeline will take them, where it fills in or rounds some."""
         return dict(request)
+
+    def request_streams(self, request: Mapping[str, Any]) -> tuple[str, ...]:
+        """The streams of this request: the scheduler's own, then its copies in the order made."""
+        return self.streams
+
+    def masks(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], request: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Stream -> what of its state is live (True), from the first denoiser call of a request.
+
+        Broadcast against the stepped sample. The rest is neither noised, scored nor counted, and the
+        pipeline may change it between steps.
+        """
+        return {}
 
     @abstractmethod
     def num_rows(
@@ -61,14 +102,18 @@ class PipelineAdapter(ABC):
         """How many denoiser calls a step makes; None where it cannot be told."""
 
     @abstractmethod
-    def combine(
-        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
-    ) -> dict[str, Tensor]:
-        """The velocity of each stream from a step's denoiser outputs, as the pipeline does it."""
+    def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
+        """What the pipeline hands to the scheduler of each stream, [rows, ...], bit for bit."""
 
     @abstractmethod
-    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
-        """Encode one prompt by the pipeline's own code."""
+    def encode(
+        self,
+        pipe: Any,
+        prompt: str,
+        max_sequence_length: int | None,
+        inputs: Mapping[str, Any],
+    ) -> Encoding:
+        """Encode one prompt, with what it came with, by the pipeline's own code."""
 
     @abstractmethod
     def collate(
@@ -84,9 +129,14 @@ class PipelineAdapter(ABC):
         """Call the denoising part, with one generator a row and latents out."""
         return part(**arguments, generator=generators, output_type="latent")
 
-    def stepped(self, velocity: Tensor, state: Tensor) -> Tensor:
-        """The part of a velocity that the scheduler was given, whose state is ``state``."""
-        return velocity
+    def small_request(self, pipe: Any) -> dict[str, Any]:
+        """Sampling arguments of a request that is quick to try, without steps and guidance."""
+        side = pipe.vae_scale_factor * 16
+        return {"height": side, "width": side}
+
+    def sample_inputs(self, pipe: Any) -> Mapping[str, Any]:
+        """Inputs of one prompt to try the pipeline with, where it needs some."""
+        return {}
 
     @abstractmethod
     def latents(self, output: Any) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
-from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 
 
 @final
@@ -40,7 +40,7 @@ class FluxAdapter(PipelineAdapter):
             "joint_attention_kwargs",
         }
     )
-    scale_argument: ClassVar[str] = "true_cfg_scale"
+    scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -92,16 +92,20 @@ class FluxAdapter(PipelineAdapter):
         """Two with true CFG."""
         return 2 if guidance["do_true_cfg"] else 1
 
-    def combine(
-        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
-    ) -> dict[str, Tensor]:
+    def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """``neg + scale (pos - neg)``."""
-        if not guidance["do_true_cfg"]:
-            return {"image": outputs[0][0]}
-        positive, negative = outputs[0][0], outputs[1][0]
-        return {"image": negative + guidance["true_cfg_scale"] * (positive - negative)}
+        if not step.guidance["do_true_cfg"]:
+            return {"image": step.outputs[0][0]}
+        positive, negative = step.outputs[0][0], step.outputs[1][0]
+        return {"image": negative + step.guidance["true_cfg_scale"] * (positive - negative)}
 
-    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
+    def encode(
+        self,
+        pipe: Any,
+        prompt: str,
+        max_sequence_length: int | None,
+        inputs: Mapping[str, Any],
+    ) -> Encoding:
         """Both encoders; padded to a fixed length, which the denoiser sees without a mask."""
         embeds, pooled, _ = pipe.encode_prompt(
             prompt=prompt, max_sequence_length=max_sequence_length or 512

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
-from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 
 
 @final
@@ -20,7 +20,7 @@ class GenericAdapter(PipelineAdapter):
     denoisers: ClassVar[tuple[str, ...]] = ("transformer", "transformer_2", "unet")
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
     sampling: ClassVar[frozenset[str]] = frozenset()
-    scale_argument: ClassVar[str] = "guidance_scale"
+    scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = None
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -44,13 +44,17 @@ class GenericAdapter(PipelineAdapter):
         """Unknown."""
         return None
 
-    def combine(
-        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
-    ) -> dict[str, Tensor]:
+    def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """Not defined without an adapter."""
         self._refuse("replay")
 
-    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
+    def encode(
+        self,
+        pipe: Any,
+        prompt: str,
+        max_sequence_length: int | None,
+        inputs: Mapping[str, Any],
+    ) -> Encoding:
         """Not defined without an adapter."""
         self._refuse("encode")
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 from torch import Tensor
 
 from miles_rollout.media import Media
-from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.minimax_h3_request import (
     GUIDANCE,
     check_guidance,
@@ -32,10 +32,11 @@ class MiniMaxH3Adapter(PipelineAdapter):
         "scheduler": "video",
         "audio_scheduler": "audio",
     }
+    one_sample: ClassVar[bool] = True
     packed: ClassVar[bool] = True
     denoisers: ClassVar[tuple[str, ...]] = ("transformer", "transformer_ref")
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
-    scale_argument: ClassVar[str] = "guidance_scale"
+    scale_argument: ClassVar[str | None] = None
     implied_negative: ClassVar[str | None] = None
     sampling: ClassVar[frozenset[str]] = frozenset(
         {"height", "width", "num_frames", "num_inference_steps", "attention_kwargs", *GUIDANCE}
@@ -67,14 +68,23 @@ class MiniMaxH3Adapter(PipelineAdapter):
         """One for all rows of both streams."""
         return 1
 
-    def combine(
-        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
-    ) -> dict[str, Tensor]:
-        """Both velocities, in float32 as the loop hands them to the schedulers."""
-        video, audio = outputs[0]
-        return {"video": video.float(), "audio": audio.float()}
+    def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
+        """Both velocities, in float32 as the loop hands them to the schedulers.
 
-    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
+        Conditioning rows stand in front of the generated ones and are never stepped.
+        """
+        return {
+            name: velocity.float()[:, velocity.shape[1] - step.states[name].shape[1] :]
+            for name, velocity in zip(("video", "audio"), step.outputs[0], strict=True)
+        }
+
+    def encode(
+        self,
+        pipe: Any,
+        prompt: str,
+        max_sequence_length: int | None,
+        inputs: Mapping[str, Any],
+    ) -> Encoding:
         """The prompt alone, by the text block; its length is free."""
         if max_sequence_length is not None:
             refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
@@ -101,13 +111,14 @@ class MiniMaxH3Adapter(PipelineAdapter):
         kept = {name: value for name, value in arguments.items() if name not in GUIDANCE}
         return part(**kept, generator=generators[0], output=["latents", "audio_latents"])
 
+    def small_request(self, pipe: Any) -> dict[str, Any]:
+        """The smallest canvas and the shortest video."""
+        side = pipe.canvas_multiple
+        return {"height": side, "width": side, "num_frames": 124}
+
     def latents(self, output: Any) -> dict[str, Tensor]:
         """[1, channels, frames, height, width], and [1, stereo, channels, length]."""
         return {"video": output["latents"], "audio": output["audio_latents"][None]}
-
-    def stepped(self, velocity: Tensor, state: Tensor) -> Tensor:
-        """Conditioning rows stand in front of the generated ones and are never stepped."""
-        return velocity[:, velocity.shape[1] - state.shape[1] :]
 
     def decode(
         self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
-from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 
 
 @final
@@ -37,7 +37,7 @@ class SD3Adapter(PipelineAdapter):
             "joint_attention_kwargs",
         }
     )
-    scale_argument: ClassVar[str] = "guidance_scale"
+    scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -82,16 +82,20 @@ class SD3Adapter(PipelineAdapter):
         """One, with or without CFG."""
         return 1
 
-    def combine(
-        self, outputs: Sequence[Any], guidance: Mapping[str, float | bool]
-    ) -> dict[str, Tensor]:
+    def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """``neg + scale (pos - neg)``."""
-        if not _is_guided(guidance):
-            return {"image": outputs[0][0]}
-        negative, positive = outputs[0][0].chunk(2)
-        return {"image": negative + guidance["guidance_scale"] * (positive - negative)}
+        if not _is_guided(step.guidance):
+            return {"image": step.outputs[0][0]}
+        negative, positive = step.outputs[0][0].chunk(2)
+        return {"image": negative + step.guidance["guidance_scale"] * (positive - negative)}
 
-    def encode(self, pipe: Any, prompt: str, max_sequence_length: int | None) -> Encoding:
+    def encode(
+        self,
+        pipe: Any,
+        prompt: str,
+        max_sequence_length: int | None,
+        inputs: Mapping[str, Any],
+    ) -> Encoding:
         """All three encoders; padded to a fixed length, which the denoiser sees without a mask."""
         embeds, _, pooled, _ = pipe.encode_prompt(
             prompt=prompt,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import diffusers
+
+from miles_rollout.errors import RolloutParamsError
 from miles_rollout.testing.qwen_image import tiny_qwen_image
 
 if TYPE_CHECKING:
@@ -14,11 +17,33 @@ if TYPE_CHECKING:
 
 __all__ = ["tiny_flux", "tiny_minimax_h3", "tiny_qwen_image", "tiny_sd3"]
 
-_LAZY = {"tiny_flux": "flux", "tiny_minimax_h3": "minimax_h3", "tiny_sd3": "sd3"}
+
+class _Lazy(NamedTuple):
+    module: str
+    needs: str
+    """A class of diffusers without which the family cannot be imported."""
+    since: str
+    """The first diffusers that has it."""
+
+
+_LAZY = {
+    "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
+    "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
+    "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a pipeline's classes when it is asked for: each family costs seconds."""
+    """Import a family's classes when it is asked for: each costs seconds.
+
+    Raises ``RolloutParamsError`` where diffusers is too old for the family.
+    """
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    lazy = _LAZY[name]
+    if not hasattr(diffusers, lazy.needs):
+        raise RolloutParamsError(
+            f"{name}: this diffusers has no {lazy.needs}; got diffusers {diffusers.__version__}; "
+            f"install diffusers>={lazy.since}"
+        )
+    return getattr(importlib.import_module(f"{__name__}.{lazy.module}"), name)

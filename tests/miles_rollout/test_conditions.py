@@ -71,6 +71,22 @@ def test_the_state_is_left_to_the_trajectory_unless_it_changed(inference):
                 assert left == StreamState("image", torch.float32)
 
 
+def test_one_sample_may_be_seen_in_another_shape_than_it_is_stepped():
+    sample = torch.arange(6.0).view(1, 2, 3)
+    recorder, _ = record([sample.view(2, 3)])
+    recorder.resolve_state(0, "video", sample)
+    state = recorder.steps[0][0].args[0][0]
+    assert state == StreamState("video", torch.float32, (2, 3))
+    assert torch.equal(state.of({"video": sample + 1}), sample[0] + 1)
+
+
+def test_several_samples_in_another_shape_are_copied_since_rows_could_not_be_cut():
+    sample = torch.arange(12.0).view(2, 2, 3)
+    recorder, _ = record(sample.view(4, 3))
+    recorder.resolve_state(0, "video", sample)
+    assert torch.equal(recorder.steps[0][0].args[0], sample.view(4, 3))
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -93,6 +93,56 @@ def test_masked_elements_are_neither_noised_nor_scored_nor_counted(shape):
     assert torch.isfinite(trajectory.log_probs).all()
 
 
+def zeroing_loop(control, mask, spoil=None, dtype=torch.float32):
+    """Zeros in place what is masked, after every step; ``spoil`` changes a live element, too."""
+    x = torch.where(mask, randn(0, dtype=dtype), 0)
+    seen = []
+    for step in range(4):
+        seen.append(x.clone())
+        v = torch.where(mask, randn(step + 1, dtype=dtype), 0)
+        x = control.transition(v, x, step=step, ode=euler(L4, step))
+        x[~mask] = 7.0
+        if step == spoil:
+            x[0, 0, 0] += 1
+    return control.trajectory(), [*seen, x]
+
+
+@pytest.mark.parametrize("latent_dtype", ["pipeline", "float32"])
+def test_a_loop_may_change_what_is_masked_and_the_states_are_those_it_made(latent_dtype):
+    mask = torch.ones(2, 3, 5, dtype=torch.bool)
+    mask[:, 1] = False
+    control = controller(RolloutParams(latent_dtype=latent_dtype))
+    control.declare_mask(mask[0])
+    trajectory, seen = zeroing_loop(control, mask)
+    for boundary, state in enumerate(seen):
+        assert torch.equal(trajectory.latents[:, boundary], state)
+    assert trajectory.num_elements.tolist() == [10, 10]
+    assert torch.equal(trajectory.mask, mask)
+
+
+def test_a_live_element_may_not_be_changed_in_place():
+    mask = torch.ones(2, 3, 5, dtype=torch.bool)
+    mask[:, 1] = False
+    for spoil in range(3):
+        with pytest.raises(RolloutStateError, match=f"changed between steps {spoil} and"):
+            zeroing_loop(controller(mask=mask), mask, spoil)
+
+
+def test_a_view_changed_in_place_is_seen():
+    control = controller()
+    x = control.transition(randn(1), randn(0), step=0, ode=euler())
+    x.view(2, 15).mul_(2)
+    with pytest.raises(RolloutStateError, match="changed between steps 0 and 1"):
+        control.transition(randn(2), x.view(2, 3, 5), step=1, ode=euler())
+
+
+def test_a_mask_comes_before_the_first_step():
+    control = controller()
+    control.transition(randn(1), randn(0), step=0, ode=euler())
+    with pytest.raises(RolloutStateError, match="mask of stream 'image' came after step 0"):
+        control.declare_mask(torch.ones(5, dtype=torch.bool))
+
+
 def test_a_deterministic_step_is_the_loops_own_update():
     calls = []
 

@@ -12,6 +12,7 @@ from miles_rollout import (
 )
 from miles_rollout.noise import derive_seed, keyed_generator
 from miles_rollout.pipelines import GenericAdapter
+from miles_rollout.pipelines.base import DenoisingStep
 from miles_rollout.pipelines.qwen_image import QwenImageAdapter
 from tests.miles_rollout.tiny import (
     CFG,
@@ -30,10 +31,16 @@ from tests.miles_rollout.tiny import (
 
 
 def combine(positive, negative, scale=4.0):
-    outputs = [(torch.tensor(positive),), (torch.tensor(negative),)]
-    return QwenImageAdapter().combine(outputs, {"do_true_cfg": True, "true_cfg_scale": scale})[
-        "image"
-    ]
+    step = DenoisingStep(
+        index=0,
+        calls=[],
+        outputs=[(torch.tensor(positive),), (torch.tensor(negative),)],
+        states={},
+        sigmas={},
+        timesteps={},
+        guidance={"do_true_cfg": True, "true_cfg_scale": scale},
+    )
+    return QwenImageAdapter().combine(step)["image"]
 
 
 def test_guidance_is_rescaled_per_token():
@@ -292,3 +299,25 @@ def test_a_pipeline_without_an_adapter_rolls_out_and_refuses_the_rest(pipe):
     ):
         with pytest.raises(RolloutParamsError, match="this pipeline has no adapter"):
             refused()
+
+
+def test_inputs_are_refused_where_a_pipeline_has_none(pipe):
+    with pytest.raises(RolloutParamsError, match="has no such input; got 'image'; leave inputs"):
+        generate(pipe, inputs=[{"image": 1}, {}])
+    with pytest.raises(RolloutParamsError, match="one entry of inputs a prompt; got 1 for 2 pro"):
+        generate(pipe, inputs=[{}])
+
+
+def test_a_prompt_with_other_inputs_is_another_prompt(pipe, monkeypatch):
+    seen = []
+
+    def encode(self, pipe, prompt, max_sequence_length, inputs):
+        seen.append((prompt, inputs))
+        return {"embeds": torch.zeros(1)}
+
+    monkeypatch.setattr(QwenImageAdapter, "encode", encode)
+    engine = RolloutEngine(pipe)
+    one, two = object(), object()
+    for _ in range(2):
+        engine.encode(["a", "a", "a"], inputs=[{"image": one}, {"image": two}, {}])
+    assert seen == [("a", {"image": one}), ("a", {"image": two}), ("a", {})]

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from miles_rollout import RolloutEngine, RolloutParamsError, rollout, testing
-from tests.miles_rollout.test_models import SIZE, call, load
+from tests.miles_rollout.models import MODELS, load
 from tests.miles_rollout.tiny import ODE, PROMPTS, SEEDS, generators
+
+SIZE = {"num_inference_steps": 4, **MODELS["tiny-sd3"].size}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_nothing_of_a_tiny_pipeline_is_trivial(model):
     pipe = load(model)
     assert pipe.vae.config.scaling_factor not in (0, 1)
     assert pipe.vae.config.shift_factor not in (0, 1)
-    latents = call(pipe, model, False)
+    latents = MODELS[model].stock(pipe, False)["image"]
     with torch.no_grad():
         for name in ("transformer", "vae"):
             for key, weight in getattr(pipe, name).named_parameters():
@@ -101,7 +103,7 @@ def test_nothing_of_a_tiny_pipeline_is_trivial(model):
         weight = getattr(pipe, name).get_input_embeddings().weight.data
         held = weight.clone()
         weight.copy_(held.roll(1, 1))
-        changed = call(pipe, model, False)
+        changed = MODELS[model].stock(pipe, False)["image"]
         weight.copy_(held)
         assert (changed - latents).abs().max() > 1e-4, name
 

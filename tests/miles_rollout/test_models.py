@@ -1,7 +1,6 @@
-"""Every model family keeps the same promises; a new one is a row of `MODELS`."""
+"""Every model family keeps the same promises; a new one is a row of `models.MODELS`."""
 
-import functools
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,36 +10,26 @@ from miles_rollout import (
     RolloutParams,
     RolloutParamsError,
     RolloutTrajectory,
-    rollout,
 )
-from miles_rollout.loading import load_pipeline
-from tests.miles_rollout.tiny import DEBUG, ODE, PROMPTS, SEEDS, Calls, assert_replays, generators
+from miles_rollout.sample_request import SampleRequest
+from tests.miles_rollout.models import CASES, MODELS, load
+from tests.miles_rollout.tiny import DEBUG, ODE, Calls, assert_replays
 
-STEPS = 4
-SIZE = {"height": 32, "width": 32, "num_inference_steps": STEPS, "max_sequence_length": 48}
-NEGATIVE = ["blurry", "a green dot"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """What differs between families: the calls of a step, and the rows of each."""
-
-    scale: str
-    guided_rows: list[int]
-    plain: dict[str, float] = field(default_factory=dict)
+BATCHED = [case for case in CASES if MODELS[case.values[0][0]].num_prompts > 1]
 
 
-MODELS = {
-    "tiny-qwen-image": Model(scale="true_cfg_scale", guided_rows=[2, 2]),
-    "tiny-sd3": Model(scale="guidance_scale", guided_rows=[4], plain={"guidance_scale": 1.0}),
-    "tiny-flux": Model(scale="true_cfg_scale", guided_rows=[2, 2]),
-}
-load = functools.cache(load_pipeline)
+@pytest.fixture(name="case", params=CASES)
+def _case(request):
+    """A family's name, its row, and whether guidance is on."""
+    name, cfg = request.param
+    return name, MODELS[name], cfg
 
 
-@pytest.fixture(name="model", params=MODELS)
-def _model(request):
-    return request.param
+@pytest.fixture(name="batched", params=BATCHED)
+def _batched(request):
+    """As `case`, where a call holds several samples."""
+    name, cfg = request.param
+    return name, MODELS[name], cfg
 
 
 @pytest.fixture(name="dtype", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -48,203 +37,240 @@ def _dtype(request):
     return request.param
 
 
-@pytest.fixture(name="cfg", params=[False, True], ids=["plain", "cfg"])
-def _cfg(request):
-    return request.param
+def assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
 
 
-def arguments(model, cfg):
-    """Of the pipeline: the family's own argument names."""
-    if not cfg:
-        return {**SIZE, **MODELS[model].plain}
-    return {**SIZE, "negative_prompt": NEGATIVE, MODELS[model].scale: 3.0}
-
-
-def call(pipe, model, cfg, output_type="latent"):
-    how = arguments(model, cfg)
-    return pipe(PROMPTS, **how, generator=generators(), output_type=output_type).images
-
-
-def roll(pipe, model, cfg, params=DEBUG, seeds=SEEDS, output_type="latent"):
-    with rollout(pipe, params, seeds) as session:
-        output = call(pipe, model, cfg, output_type)
-    return session.trajectory, output
+def engine_call(engine, model, cfg, group_size=1, params=DEBUG, **kwargs):
+    inputs = [model.inputs()] * model.num_prompts if model.inputs else None
+    return list(
+        engine.generate(
+            model.prompts, group_size, params, seed=5, inputs=inputs,
+            **{"decode": False, **model.engine_arguments(cfg), **kwargs},
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("output_type", ["latent", "pt"])
-def test_without_stochastic_steps_a_rollout_is_the_stock_call_bitwise(
-    model, dtype, cfg, output_type
-):
-    pipe = load(model, dtype)
-    scheduler = pipe.scheduler
-    before = call(pipe, model, cfg, output_type)
-    trajectory, inside = roll(pipe, model, cfg, ODE, output_type=output_type)
-    roll(pipe, model, cfg)
-    assert torch.equal(inside, before)
-    assert torch.equal(call(pipe, model, cfg, output_type), before)
-    assert pipe.scheduler is scheduler
+def test_without_stochastic_steps_a_rollout_is_the_stock_call_bitwise(case, dtype, output_type):
+    name, model, cfg = case
+    pipe = load(name, dtype)
+    schedulers = {k: v for k, v in pipe.components.items() if "scheduler" in k}
+    before = model.stock(pipe, cfg, output_type)
+    trajectory, inside = model.roll(pipe, cfg, ODE, output_type=output_type)
+    model.roll(pipe, cfg)
+    assert_equal(inside, before)
+    assert_equal(model.stock(pipe, cfg, output_type), before)
+    for component, scheduler in schedulers.items():
+        assert getattr(pipe, component) is scheduler
+    assert tuple(trajectory.streams) == model.streams
     assert not trajectory.log_probs.any()
 
 
-def test_calls_steps_and_columns_agree(model, cfg):
-    pipe = load(model)
-    with Calls(pipe.transformer) as calls:
-        trajectory, _ = roll(pipe, model, cfg)
-    rows = MODELS[model].guided_rows if cfg else [2]
-    assert calls.rows == rows * STEPS
-    stream = trajectory.streams["image"]
-    assert len(stream.sigmas) - 1 == trajectory.log_probs.shape[1] == STEPS
-    assert stream.latents.shape[1] == STEPS + 1
+def test_calls_steps_and_columns_agree(case):
+    name, model, cfg = case
+    pipe = load(name)
+    with Calls(*denoisers(pipe)) as calls:
+        trajectory, _ = model.roll(pipe, cfg)
+    rows = model.guided_rows if cfg else model.plain_rows
+    assert calls.rows == list(rows) * model.evaluations
+    assert trajectory.log_probs.shape[1] == model.evaluations
+    for stream in trajectory.streams.values():
+        assert len(stream.sigmas) - 1 == model.evaluations
+        assert stream.latents.shape[1] == model.evaluations + 1
     steps = trajectory.conditions[0].steps
     assert {step: len(made) for step, made in steps.items()} == dict.fromkeys(
-        range(STEPS), len(rows)
+        range(model.evaluations), len(rows)
     )
 
 
-def test_samples_follow_their_seeds(model):
-    pipe = load(model)
-    first, latents = roll(pipe, model, True)
-    again, same = roll(pipe, model, True)
-    other, _ = roll(pipe, model, True, seeds=[11, 13])
-    assert torch.equal(latents, same)
+def denoisers(pipe):
+    """The modules that denoise."""
+    names = RolloutEngine(pipe).adapter.denoisers
+    return [module for n in names if (module := getattr(pipe, n, None)) is not None]
+
+
+def test_samples_follow_their_seeds(case):
+    name, model, cfg = case
+    pipe = load(name)
+    first, latents = model.roll(pipe, cfg)
+    again, same = model.roll(pipe, cfg)
+    other, _ = model.roll(pipe, cfg, seeds=[*model.seeds[:-1], 13])
+    assert_equal(latents, same)
     assert torch.equal(first.log_probs, again.log_probs)
-    torch.testing.assert_close(first.log_probs[0], other.log_probs[0], atol=1e-5, rtol=0)
-    assert not torch.equal(first.log_probs[1], other.log_probs[1])
+    if model.num_prompts > 1:
+        torch.testing.assert_close(first.log_probs[0], other.log_probs[0], atol=1e-5, rtol=0)
+    assert not torch.equal(first.log_probs[-1], other.log_probs[-1])
 
 
-def test_a_group_differs_and_starts_from_one_noise_if_asked(model):
-    engine = RolloutEngine(load(model))
-    (batch,) = engine.generate(
-        PROMPTS[:1], 3, DEBUG, seed=0, chunk_size=3, same_noise=True, decode=False, **SIZE
-    )
-    latents = batch.trajectory.streams["image"].latents
-    for i in range(3):
-        for j in range(i):
-            assert torch.equal(latents[i, 0], latents[j, 0])
-            assert not torch.equal(latents[i, -1], latents[j, -1])
+def test_a_group_differs_and_starts_from_one_noise_if_asked(case):
+    name, model, cfg = case
+    engine = RolloutEngine(load(name))
+    batches = engine_call(engine, model, cfg, group_size=3, same_noise=True)
+    for stream in model.streams:
+        latents = torch.cat([b.trajectory.streams[stream].latents[:1] for b in batches])
+        for i in range(3):
+            for j in range(i):
+                assert torch.equal(latents[i, 0], latents[j, 0])
+                assert not torch.equal(latents[i, -1], latents[j, -1])
 
 
 @pytest.mark.parametrize("sde_type", ["sde", "cps"])
-def test_replay_is_the_rollout_bitwise_with_gradient(model, dtype, cfg, sde_type):
-    pipe = load(model, dtype)
+def test_replay_is_the_rollout_bitwise_with_gradient(case, dtype, sde_type):
+    name, model, cfg = case
+    pipe = load(name, dtype)
     engine = RolloutEngine(pipe)
-    trajectory, _ = roll(pipe, model, cfg, RolloutParams(sde_type=sde_type, debug=True))
+    trajectory, _ = model.roll(pipe, cfg, RolloutParams(sde_type=sde_type, debug=True))
     assert_replays(engine, trajectory)
-    weight = next(p for p in pipe.transformer.parameters() if p.dim() == 2)
-    (gradient,) = torch.autograd.grad(engine.replay(trajectory, 1).log_prob.sum(), weight)
-    assert gradient.abs().sum() > 0
+    called = {call.module for call in trajectory.conditions[0].steps[1]}
+    weights = [p for n in called for p in getattr(pipe, n).parameters() if p.dim() == 2]
+    gradients = torch.autograd.grad(
+        engine.replay(trajectory, 1).log_prob.sum(), weights, allow_unused=True
+    )
+    assert sum(g.abs().sum() for g in gradients if g is not None) > 0
 
 
-def test_each_row_replays_alone(model, cfg):
-    pipe = load(model)
-    engine = RolloutEngine(pipe)
-    trajectory, _ = roll(pipe, model, cfg)
+def test_each_row_replays_alone(batched):
+    name, model, cfg = batched
+    engine = RolloutEngine(load(name))
+    trajectory, _ = model.roll(engine.pipe, cfg)
     for samples in ([0], [1], [1, 0]):
-        for step in range(STEPS):
+        for step in trajectory.replayable_steps:
             replay = engine.replay(trajectory, step, samples)
-            held = trajectory.streams["image"].debug["velocity"][samples, step]
-            velocity = replay.streams["image"].velocity
-            torch.testing.assert_close(velocity, held, atol=1e-4, rtol=0)
+            for stream, now in replay.streams.items():
+                held = trajectory.streams[stream].debug["velocity"][samples, step]
+                torch.testing.assert_close(now.velocity.float(), held, atol=1e-4, rtol=0)
             torch.testing.assert_close(
                 replay.log_prob, trajectory.log_probs[samples, step], atol=1e-5, rtol=0
             )
 
 
-def test_a_row_replayed_with_another_rows_call_is_seen(model, cfg):
+def test_a_row_replayed_with_another_rows_call_is_seen(batched):
     """What the test above rests on: cut at the wrong place, the velocity is off by far more."""
-    pipe = load(model)
-    engine = RolloutEngine(pipe)
-    trajectory, _ = roll(pipe, model, cfg)
+    name, model, cfg = batched
+    engine = RolloutEngine(load(name))
+    trajectory, _ = model.roll(engine.pipe, cfg)
     swapped = replace(trajectory, conditions=(trajectory.conditions[0].select([1, 0]),))
-    for step in range(STEPS):
-        velocity = engine.replay(swapped, step).streams["image"].velocity
-        held = trajectory.streams["image"].debug["velocity"][:, step]
-        assert ((velocity - held).flatten(1).abs().amax(1) > 1e-3).all()
+    for step in trajectory.replayable_steps:
+        for stream, now in engine.replay(swapped, step).streams.items():
+            held = trajectory.streams[stream].debug["velocity"][:, step]
+            assert ((now.velocity - held).flatten(1).abs().amax(1) > 1e-3).all()
 
 
-def test_a_subset_has_the_right_pairs(model):
-    pipe = load(model)
-    params = RolloutParams(sde_step_indices=[1, 3], return_step_indices=[1, 2, 3, 4])
-    trajectory, output = roll(pipe, model, True, params)
-    full, _ = roll(pipe, model, True, RolloutParams(sde_step_indices=[1, 3]))
-    assert trajectory.streams["image"].latent_step_indices.tolist() == [1, 2, 3, 4]
-    assert len(trajectory.streams["image"].sigmas) == STEPS + 1
-    for step in (1, 3):
-        for ours, theirs in zip(
-            trajectory.pair("image", step), full.pair("image", step), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-    assert torch.equal(trajectory.pair("image", 3)[1], output)
-    assert trajectory.replayable_steps == (1, 3)
+def test_a_subset_has_the_right_pairs(case):
+    name, model, cfg = case
+    pipe = load(name)
+    steps = (0, model.evaluations - 1)
+    kept = sorted({*steps, *(step + 1 for step in steps)})
+    params = RolloutParams(sde_step_indices=steps, return_step_indices=kept)
+    trajectory, output = model.roll(pipe, cfg, params)
+    full, _ = model.roll(pipe, cfg, RolloutParams(sde_step_indices=steps))
+    for stream in model.streams:
+        assert trajectory.streams[stream].latent_step_indices.tolist() == kept
+        assert len(trajectory.streams[stream].sigmas) == model.evaluations + 1
+        for step in steps:
+            pairs = zip(trajectory.pair(stream, step), full.pair(stream, step), strict=True)
+            assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        final = trajectory.pair(stream, steps[-1])[1]
+        if final.shape == output[stream].shape:  # where the pipeline hands latents out as they are
+            assert torch.equal(final, output[stream])
+        assert trajectory.streams[stream].latents.nbytes * full.streams[stream].latents.shape[
+            1
+        ] == (full.streams[stream].latents.nbytes * len(kept))
+        for step in range(1, model.evaluations - 1):
+            with pytest.raises(RolloutParamsError, match=f"step {step} .* was not stochastic"):
+                trajectory.pair(stream, step)
+    assert trajectory.replayable_steps == steps
     assert_replays(RolloutEngine(pipe), trajectory)
-    for step in (0, 2):
-        with pytest.raises(RolloutParamsError, match=f"step {step} .* was not stochastic"):
-            trajectory.pair("image", step)
 
 
-def test_the_disk_changes_nothing(model, dtype, tmp_path):
-    pipe = load(model, dtype)
-    trajectory, _ = roll(pipe, model, True)
+def test_the_disk_changes_nothing(case, dtype, tmp_path):
+    name, model, cfg = case
+    pipe = load(name, dtype)
+    trajectory, _ = model.roll(pipe, cfg)
     trajectory.save(tmp_path)
     loaded = RolloutTrajectory.load(tmp_path)
     assert loaded.guidance == trajectory.guidance
     engine = RolloutEngine(pipe)
     assert_replays(engine, loaded)
-    ours, theirs = (engine.replay(t, 1, [1]).log_prob for t in (loaded, trajectory))
+    last = [model.num_prompts - 1]
+    ours, theirs = (engine.replay(t, 1, last).log_prob for t in (loaded, trajectory))
     assert torch.equal(ours, theirs)
 
 
-def test_decoding_is_the_pipelines_own_bitwise(model, dtype, cfg):
-    pipe = load(model, dtype)
-    latents = call(pipe, model, cfg)
-    media = RolloutEngine(pipe).decode({"image": latents}, height=32, width=32)
-    images = call(pipe, model, cfg, "pt")
-    assert torch.equal(torch.stack([m.image for m in media]), images.float())
-
-
-def test_the_engine_is_the_stock_call_with_the_same_embeddings(model, dtype, cfg):
-    pipe = load(model, dtype)
+def test_decoding_is_the_pipelines_own_bitwise(case, dtype):
+    name, model, cfg = case
+    pipe = load(name, dtype)
     engine = RolloutEngine(pipe)
-    how = {**SIZE, **({MODELS[model].scale: 3.0} if cfg else {})}
-    negative = NEGATIVE if cfg else None
-    (batch,) = engine.generate(
-        PROMPTS, 1, ODE, seed=5, negative_prompt=negative, decode=False, **how
+    trajectory, latents = model.roll(pipe, cfg, ODE)
+    media = engine.decode(latents, **trajectory.request)
+    for stream, expected in model.stock(pipe, cfg, "pt").items():
+        ours = torch.stack([getattr(m, stream) for m in media])
+        assert torch.equal(ours, expected.float().reshape(ours.shape)), stream
+
+
+def test_the_engine_is_the_stock_call_with_the_same_embeddings(case, dtype):
+    name, model, cfg = case
+    engine = RolloutEngine(load(name, dtype))
+    (batch,) = engine_call(engine, model, cfg, params=ODE)
+    how = model.engine_arguments(cfg)
+    negative = how.pop("negative_prompt", None)
+    longest = how.get("max_sequence_length")
+    inputs = [model.inputs()] * model.num_prompts if model.inputs else None
+
+    def encode(prompts):
+        return engine.encode(prompts, max_sequence_length=longest, inputs=inputs)
+
+    collated = engine.adapter.collate(
+        encode(model.prompts), None if negative is None else encode(negative)
     )
-    encoded = engine.encode(PROMPTS, max_sequence_length=48)
-    negatives = engine.encode(NEGATIVE, max_sequence_length=48) if cfg else None
-    trajectory = batch.trajectory
-    noise = trajectory.streams["image"].latents[:, 0].clone()
-    collated = engine.adapter.collate(encoded, negatives)
-    stock = pipe(**collated | how, latents=noise, output_type="latent").images
-    assert torch.equal(batch.latents["image"], stock)
-    # Close to what the pipeline makes of the text itself: nothing is cut, shifted or left out.
-    text = pipe(PROMPTS, **arguments(model, cfg), latents=noise, output_type="latent").images
-    tolerance = 1e-3 if dtype == torch.float32 else 0.3
-    torch.testing.assert_close(stock, text, atol=tolerance, rtol=0)
-
-
-def test_joined_chunks_replay(model):
-    engine = RolloutEngine(load(model))
-    chunks = list(
-        engine.generate(
-            [*PROMPTS, "c"], 1, DEBUG, seed=0, chunk_size=2, decode=False, negative_prompt=" ",
-            **{MODELS[model].scale: 3.0}, **SIZE,
-        )
+    request = SampleRequest(
+        prompts=model.prompts,
+        prompt_ids=tuple(range(model.num_prompts)),
+        metadata=({},) * model.num_prompts,
+        group_size=1, chunk_size=model.num_prompts, seed=5, iteration=0, same_noise=False,
     )  # fmt: skip
+    (rows,) = request.chunks()
+    part = engine.adapter.denoising_part(engine.pipe)
+    output = engine.adapter.denoise(part, collated | how, request.generators(rows))
+    stock = engine.adapter.latents(output)
+    assert_equal(dict(batch.latents), dict(stock))
+    # Close to what the pipeline makes of the text itself: nothing is cut, shifted or left out.
+    text = model.stock(engine.pipe, cfg, generator=request.generators(rows))
+    tolerance = model.text_tolerance if dtype == torch.float32 else 0.3
+    for stream in model.streams:
+        torch.testing.assert_close(
+            stock[stream].float(), text[stream].float(), atol=tolerance, rtol=0
+        )
+
+
+def test_joined_chunks_replay(case):
+    name, model, cfg = case
+    engine = RolloutEngine(load(name))
+    chunks = engine_call(engine, model, cfg, group_size=2, chunk_size=model.num_prompts)
     joined = RolloutTrajectory.cat([c.trajectory for c in chunks])
-    assert joined.num_samples == 3
+    assert joined.num_samples == 2 * model.num_prompts
     assert_replays(engine, joined)
 
 
-def test_wrong_seeds_and_expanded_prompts_are_refused(model, cfg):
-    pipe = load(model)
-    with Calls(pipe.transformer.norm_out) as calls:
-        for seeds in ([1], [1, 2, 3], [1, 2, 3, 4]):
-            with pytest.raises(RolloutParamsError, match=f"got {len(seeds)} seeds for 2 rows"):
-                roll(pipe, model, cfg, seeds=seeds)
-        with (
-            pytest.raises(RolloutParamsError, match="num_images_per_prompt"),
-            rollout(pipe, ODE, SEEDS),
-        ):
-            pipe(PROMPTS[0], generator=generators(), num_images_per_prompt=2, **SIZE)
+def test_wrong_seeds_are_refused(case):
+    name, model, cfg = case
+    pipe = load(name)
+    with Calls(*denoisers(pipe)) as calls:
+        for count in {1, 2, 3, 4} - {model.num_prompts}:
+            message = f"got {count} seeds for {model.num_prompts} rows"
+            with pytest.raises(RolloutParamsError, match=message):
+                model.roll(pipe, cfg, seeds=range(count))
+        assert len(calls) == 3  # in the hook of the first one
+
+
+def test_expanded_prompts_are_refused(batched):
+    name, model, cfg = batched
+    pipe = load(name)
+    with Calls(*denoisers(pipe)) as calls:
+        for argument in ("num_images_per_prompt", "num_videos_per_prompt"):
+            with pytest.raises((RolloutParamsError, TypeError), match=argument):
+                model.roll(pipe, cfg, ODE, **{argument: 2})
         assert len(calls) == 0

@@ -6,11 +6,14 @@ import inspect
 import pytest
 import torch
 from diffusers import (
+    DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
     UniPCMultistepScheduler,
 )
 
-from miles_rollout import FlowRolloutController, RolloutParams, RolloutParamsError
+from miles_rollout import FlowRolloutController, RolloutParams, RolloutParamsError, flow_step
+from miles_rollout.controller import controller_for
 from miles_rollout.schedulers import accept_transition, check_stochastic
 
 
@@ -22,6 +25,14 @@ def euler(**config):
 
 def unipc():
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    scheduler.set_timesteps(4)
+    return scheduler
+
+
+def dpm(**config):
+    scheduler = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, **config
+    )
     scheduler.set_timesteps(4)
     return scheduler
 
@@ -53,7 +64,7 @@ class Log:
         return None
 
 
-@pytest.mark.parametrize("make", [euler, unipc])
+@pytest.mark.parametrize("make", [euler, unipc, dpm])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_a_transition_a_step_is_the_stock_step(make, dtype):
     assert torch.equal(loop(make(), dtype), loop(accept_transition(make()), dtype))
@@ -172,7 +183,15 @@ def test_a_controller_is_a_transition():
 @pytest.mark.parametrize(
     ("scheduler", "message"),
     [
-        (unipc(), "UniPCMultistepScheduler has no Markov step with a density"),
+        (
+            UniPCMultistepScheduler(),
+            "UniPCMultistepScheduler does not integrate a flow .* got 'epsilon', False",
+        ),
+        (
+            dpm(algorithm_type="sde-dpmsolver++"),
+            "DPMSolverMultistepScheduler adds noise of its own; got algorithm_type='sde-dpm",
+        ),
+        (FlowMatchHeunDiscreteScheduler(), "HeunDiscreteScheduler has no Markov step with a dens"),
         (euler(stochastic_sampling=True), "has stochastic_sampling on, which is another process"),
         (euler(invert_sigmas=True), "has invert_sigmas on"),
     ],
@@ -197,3 +216,46 @@ def test_timesteps_per_token_are_refused_under_a_transition():
             x, plugged.timesteps[0], x, per_token_timesteps=torch.ones(2, 3),
             transition=lambda *_, **__: x,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", [euler, unipc, dpm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deterministic_rollout_takes_the_solvers_own_steps_bitwise(make, dtype):
+    plugged = accept_transition(make())
+    control = controller_for(plugged, RolloutParams(sde_type="ode"), [1, 2], "image")
+    out = loop(plugged, dtype, transition=control.transition)
+    stock = loop(make(), dtype)
+    assert out.dtype == stock.dtype
+    assert torch.equal(out, stock)
+
+
+@pytest.mark.parametrize("make", [unipc, dpm])
+@pytest.mark.parametrize("streams", [None, ["audio"]])
+def test_a_solver_with_memory_takes_euler_steps_beside_stochastic_ones(make, streams):
+    """Also in a stream without a stochastic step: what a step is belongs to the whole request."""
+    plugged = accept_transition(make())
+    params = RolloutParams(sde_step_indices=[1], sde_streams=streams)
+    control = controller_for(plugged, params, [1, 2], "image")
+    x = randn()
+    for i, t in enumerate(plugged.timesteps):
+        s, n = plugged.sigmas[i : i + 2]
+        v = randn(i + 1)
+        taken = plugged.step(v, t, x, transition=control.transition).prev_sample
+        if streams or i != 1:
+            expected = flow_step("ode", x, v, sigma=s, sigma_next=n, noise_level=0).next_sample
+            assert torch.equal(taken, expected)
+        x = taken
+    assert control.trajectory().log_probs.any().item() == (streams is None)
+    assert plugged.step_index == 4
+
+
+@pytest.mark.parametrize("make", [unipc, dpm])
+def test_the_first_std_of_a_schedule_that_starts_below_1_is_that_of_the_second_sigma(make):
+    plugged = accept_transition(make())
+    assert 0.99 < plugged.sigmas[0] < 1
+    control = controller_for(plugged, RolloutParams(debug=True), [1, 2], "image")
+    loop(plugged, transition=control.transition)
+    s, n = plugged.sigmas[:2].tolist()
+    expected = 0.7 * (s / (1 - n)) ** 0.5 * (s - n) ** 0.5
+    std = control.trajectory().debug["std"][:, 0]
+    torch.testing.assert_close(std, torch.full_like(std, expected))

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, UniPCMultistepScheduler
+from diffusers import QwenImagePipeline
 
 from miles_rollout import RolloutParams, RolloutParamsError, RolloutStateError, rollout
 from tests.miles_rollout.tiny import ODE, PROMPTS, SEEDS, Calls, call, generators, run
@@ -150,13 +150,6 @@ def test_other_objects_are_refused():
         rollout({}, NOISY, [1]),
     ):
         raise AssertionError
-
-
-def test_multistep_schedulers_are_refused_for_stochastic_steps_by_name():
-    from miles_rollout.schedulers import check_stochastic
-
-    with pytest.raises(RolloutParamsError, match="UniPCMultistepScheduler has no Markov step"):
-        check_stochastic(UniPCMultistepScheduler(use_flow_sigmas=True))
 
 
 def test_a_velocity_that_is_not_finite_stops_the_rollout(pipe):

@@ -38,15 +38,16 @@ def run(pipe, params=None, seeds=SEEDS, **kwargs):
 
 
 class Calls:
-    """Counts the calls of a module, and the rows of each."""
+    """Counts the calls of modules, and the rows of each."""
 
-    def __init__(self, module):
+    def __init__(self, *modules):
         self.rows = []
-        self._handle = module.register_forward_pre_hook(self._count, with_kwargs=True)
+        self._handles = [
+            m.register_forward_pre_hook(self._count, with_kwargs=True) for m in modules
+        ]
 
     def _count(self, _, args, kwargs):
-        first = next(v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
-        self.rows.append(len(first))
+        self.rows.append(rows_of([*args, *kwargs.values()]))
 
     def __len__(self):
         return len(self.rows)
@@ -55,7 +56,18 @@ class Calls:
         return self
 
     def __exit__(self, *_):
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
+
+
+def rows_of(values):
+    """Of the first tensor, or the length of the list of tensors that comes before it."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return len(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return len(value)
+    raise AssertionError(values)
 
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": STEPS}
@@ -73,16 +85,16 @@ def generate(pipe, prompts=PROMPTS, group_size=1, params=DEBUG, **kwargs):
 
 
 def assert_replays(engine, trajectory, samples=None):
-    """Bitwise the recorded velocity and log-prob in every replayable step."""
-    stream = trajectory.streams["image"]
+    """Bitwise the recorded velocity and log-prob of every stream in every replayable step."""
     rows = slice(None) if samples is None else samples
     assert trajectory.replayable_steps
     for step in trajectory.replayable_steps:
         replay = engine.replay(trajectory, step, samples)
-        again = replay.streams["image"]
         assert torch.equal(replay.log_prob, trajectory.log_probs[rows, step])
-        assert torch.equal(again.log_prob, stream.log_probs[rows, step])
-        if stream.debug:
-            assert torch.equal(again.velocity.float(), stream.debug["velocity"][rows, step])
-            assert torch.equal(again.mean, stream.debug["mean"][rows, step])
-            assert torch.equal(again.std, stream.debug["std"][rows, step])
+        for name, again in replay.streams.items():
+            stream = trajectory.streams[name]
+            assert torch.equal(again.log_prob, stream.log_probs[rows, step])
+            if stream.debug:
+                assert torch.equal(again.velocity.float(), stream.debug["velocity"][rows, step])
+                assert torch.equal(again.mean, stream.debug["mean"][rows, step])
+                assert torch.equal(again.std, stream.debug["std"][rows, step])
