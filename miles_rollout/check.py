@@ -60,7 +60,7 @@ class Subject:
         self.engine = RolloutEngine(pipe)
         self.adapter = self.engine.adapter
         self.part = self.adapter.denoising_part(pipe)
-        self.denoisers = [
+        self.denoisers: list[Any] = [
             module
             for name in self.adapter.denoisers
             if isinstance(module := getattr(pipe, name, None), nn.Module)
