@@ -6,6 +6,7 @@ from miles_rollout.errors import MilesRolloutError, RolloutParamsError, RolloutS
 from miles_rollout.media import Media
 from miles_rollout.params import RolloutParams
 from miles_rollout.session import RolloutSession, rollout
+from miles_rollout.shared_prefix import SharedPrefix
 from miles_rollout.trajectory import RolloutTrajectory, StreamTrajectory
 from miles_rollout.transitions import FlowStep, flow_step
 
@@ -24,6 +25,7 @@ __all__ = [
     "RolloutSession",
     "RolloutStateError",
     "RolloutTrajectory",
+    "SharedPrefix",
     "StreamReplay",
     "StreamTrajectory",
     "flow_step",

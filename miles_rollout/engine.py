@@ -132,6 +132,7 @@ class RolloutEngine:
         max_sequence_length: int | None = None,
         chunk_size: int | None = None,
         same_noise: bool = False,
+        share_prefix: bool = False,
         decode: bool = True,
         **sampling: Any,
     ) -> Iterator[RolloutBatch]:
@@ -139,7 +140,8 @@ class RolloutEngine:
 
         Rows run sample by sample: first sample 0 of every prompt, then sample 1 (default chunk: one
         sample of every prompt). A row's noise depends on (seed, iteration, prompt id, sample) alone;
-        ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise.
+        ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise;
+        with it, ``share_prefix`` computes the steps before the first stochastic one once a prompt.
         Guidance is on where ``negative_prompt`` or a scale above 1 asks for it, never by a
         pipeline's default alone. ``inputs`` holds what each prompt comes with, such as
         ``{"image": ...}``. ``sampling`` goes to the pipeline; an argument that it does not know is
@@ -155,6 +157,7 @@ class RolloutEngine:
             seed=seed,
             iteration=iteration,
             same_noise=same_noise,
+            share_prefix=share_prefix,
         )
         if self.adapter.one_sample and request.chunk_size != 1:
             raise RolloutParamsError(
@@ -192,12 +195,15 @@ class RolloutEngine:
         if negatives is not None:
             negative = self.encode(negatives, max_sequence_length=longest, inputs=inputs)
         part = self.adapter.denoising_part(self.pipe)
-        for rows in request.chunks():
+        prefixes = request.prefixes()
+        for rows, prefix in zip(request.chunks(), prefixes, strict=True):
             arguments = self.adapter.collate(
                 [encoded[row.prompt] for row in rows],
                 None if negative is None else [negative[row.prompt] for row in rows],
             )
-            with rollout(part, params, request.seeds(rows), adapter=self.adapter) as session:
+            with rollout(
+                part, params, request.seeds(rows), adapter=self.adapter, prefix=prefix
+            ) as session:
                 output = self.adapter.denoise(part, arguments | sampling, request.generators(rows))
             latents = self.adapter.latents(output)
             yield RolloutBatch(

@@ -11,6 +11,7 @@ import torch
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.noise import derive_seed, keyed_generator
+from miles_rollout.shared_prefix import SharedPrefix
 
 
 class Row(NamedTuple):
@@ -32,6 +33,7 @@ class SampleRequest:
     seed: int
     iteration: int
     same_noise: bool
+    share_prefix: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str) or not self.prompts:
@@ -47,6 +49,18 @@ class SampleRequest:
                     f"{len(getattr(self, name))} for {len(self.prompts)} prompts",
                     "pass as many",
                 )
+        if self.share_prefix and not self.same_noise:
+            _refuse(
+                "share_prefix needs samples that start from one noise",
+                "same_noise=False",
+                "set same_noise=True, or share_prefix=False",
+            )
+        if self.share_prefix and len(self.prompts) % self.chunk_size:
+            _refuse(
+                "share_prefix needs chunks of the same prompts",
+                f"chunk_size {self.chunk_size} for {len(self.prompts)} prompts",
+                "set a chunk_size that divides the number of prompts",
+            )
         ids = list(self.prompt_ids)
         if len(set(ids)) != len(ids):
             _refuse("prompt_ids tell groups apart", f"repeats in {ids}", "pass distinct ids")
@@ -62,6 +76,19 @@ class SampleRequest:
         rows = [Row(p, g) for g in range(self.group_size) for p in prompts]
         for start in range(0, len(rows), self.chunk_size):
             yield rows[start : start + self.chunk_size]
+
+    def prefixes(self) -> Iterator[SharedPrefix | None]:
+        """What each chunk shares with the chunks of the same prompts; let go after the last one."""
+        held: dict[tuple[int, ...], SharedPrefix] = {}
+        chunks = [tuple(row.prompt for row in rows) for rows in self.chunks()]
+        for i, prompts in enumerate(chunks):
+            if not self.share_prefix:
+                yield None
+                continue
+            prefix = held.setdefault(prompts, SharedPrefix())
+            if prompts not in chunks[i + 1 :]:
+                del held[prompts]
+            yield prefix
 
     def seeds(self, rows: Sequence[Row]) -> list[int]:
         """The seed of each row's transitions."""

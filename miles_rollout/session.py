@@ -19,6 +19,7 @@ from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
 from miles_rollout.schedulers import Transition
 from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
+from miles_rollout.shared_prefix import SharedPrefix
 from miles_rollout.trajectory import Conditions, RolloutTrajectory
 
 
@@ -168,8 +169,26 @@ class RolloutSession:
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
+    def before_noise(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The step of a denoiser call, if it comes before the first stochastic one of all streams."""
+        if not self._controllers:
+            return None
+        step = min(c.next_step for c in self._controllers.values())
+        first = min(min(c.plan.sde_steps, default=step + 1) for c in self._controllers.values())
+        if step >= first:
+            return None
+        self._check_call(name, args, kwargs, step)
+        return step
+
     def _called(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = min(c.next_step for c in self._controllers.values())
+        self._check_call(name, args, kwargs, step)
+        if self._records(step):
+            self._recorder.record(step, name, args, kwargs)
+
+    def _check_call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], step: int
+    ) -> None:
         if step >= min(c.plan.num_steps for c in self._controllers.values()):
             raise RolloutStateError(
                 f"rollout: {name} was called after the last step; got a second denoising loop; "
@@ -185,8 +204,6 @@ class RolloutSession:
             self._first_call = False
             for stream, mask in self._adapter.masks(args, kwargs, self._request or {}).items():
                 self._controllers[stream].declare_mask(mask)
-        if self._records(step):
-            self._recorder.record(step, name, args, kwargs)
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -249,6 +266,7 @@ def rollout(
     seeds: Sequence[int],
     *,
     adapter: PipelineAdapter | None = None,
+    prefix: SharedPrefix | None = None,
 ) -> Iterator[RolloutSession]:
     """Turn one call of ``pipe`` in the scope into a rollout of ``len(seeds)`` rows.
 
@@ -257,6 +275,9 @@ def rollout(
         with rollout(pipe, RolloutParams(sde_step_indices=[3, 4]), seeds=[11, 12]) as session:
             pipe(["a cat", "a dog"], num_inference_steps=10, generator=session.generators)
         x, x_next = session.trajectory.pair("image", 3)
+
+    ``prefix`` is shared among rollouts of the same rows from the same noise: the steps before the
+    first stochastic one are then computed once.
 
     The schedulers are swapped for copies that take the transitions, and the very same objects come
     back, also after an exception; nothing else of the pipeline changes. Raises
@@ -283,6 +304,8 @@ def rollout(
                 session.add_scheduler(plugged, name)
         for name, module in denoisers.items():
             stack.callback(session.watch(name, module).remove)
+        if prefix is not None:
+            stack.enter_context(prefix.over(denoisers, session.before_noise))
         stack.enter_context(observed_call(pipe, session.begin))
         yield session
         session.finish()

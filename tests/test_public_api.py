@@ -44,7 +44,7 @@ SDK = {
     "RolloutEngine.generate": (
         "(self, prompts, group_size, params, *, seed, iteration=0, prompt_ids=None, "
         "metadata=None, negative_prompt=None, inputs=None, max_sequence_length=None, "
-        "chunk_size=None, same_noise=False, decode=True, **sampling)"
+        "chunk_size=None, same_noise=False, share_prefix=False, decode=True, **sampling)"
     ),
     "RolloutEngine.replay": "(self, trajectory, step, samples=None)",
     "RolloutParams": (
@@ -62,6 +62,7 @@ SDK = {
     "RolloutTrajectory.save": "(self, path)",
     "RolloutTrajectory.select": "(self, samples)",
     "RolloutTrajectory.to": "(self, device)",
+    "SharedPrefix": "()",
     "StreamReplay": "(*, velocity, mean, std, log_prob)",
     "StreamTrajectory": (
         "(*, latents, latent_step_indices, timesteps, sigmas, log_probs, sde_step_indices, "
@@ -72,7 +73,7 @@ SDK = {
         "(sde_type, sample, velocity, *, sigma, sigma_next, noise_level, sigma_max=None, "
         "noise=None, next_sample=None, mask=None, out_dtype=None)"
     ),
-    "rollout": "(pipe, params, seeds, *, adapter=None)",
+    "rollout": "(pipe, params, seeds, *, adapter=None, prefix=None)",
 }
 
 TRAINERS = {

@@ -255,6 +255,32 @@ def test_joined_chunks_replay(case):
     assert_replays(engine, joined)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_shared_prefix_changes_nothing_but_the_work(case, dtype, window):
+    name, model, cfg = case
+    engine = RolloutEngine(load(name, dtype))
+    params = RolloutParams(sde_step_indices=[window], debug=True)
+    group_size, prompts = 3, model.num_prompts
+    runs, counts = [], []
+    for share in (False, True):
+        with Calls(*denoisers(engine.pipe)) as calls:
+            runs.append(
+                engine_call(
+                    engine, model, cfg, group_size, params, same_noise=True, share_prefix=share
+                )
+            )
+        counts.append(len(calls))
+    for ours, theirs in zip(*runs, strict=True):
+        assert_equal(dict(ours.latents), dict(theirs.latents))
+        assert torch.equal(ours.trajectory.log_probs, theirs.trajectory.log_probs)
+        assert_replays(engine, ours.trajectory)
+    a_step = len(model.guided_rows if cfg else model.plain_rows)
+    chunks = prompts // len(model.seeds) * group_size
+    assert counts[0] == chunks * model.evaluations * a_step
+    assert counts[1] == (window + chunks * (model.evaluations - window)) * a_step
+    assert type(denoisers(engine.pipe)[0]).__call__ is torch.nn.Module.__call__
+
+
 def test_wrong_seeds_are_refused(case):
     name, model, cfg = case
     pipe = load(name)
