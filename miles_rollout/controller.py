@@ -14,7 +14,7 @@ from miles_rollout.noise import keyed_noise
 from miles_rollout.params import RolloutParams
 from miles_rollout.schedulers import check_stochastic, convention_of
 from miles_rollout.shapes import Bool, Float
-from miles_rollout.trajectory import StreamTrajectory
+from miles_rollout.stream_trajectory import StreamTrajectory
 from miles_rollout.transitions import schedule_step
 
 OdeTransition = Callable[[Tensor, Tensor], Tensor]

@@ -23,8 +23,9 @@ from miles_rollout.conditions import CallRecorder
 from miles_rollout.controller import FlowRolloutController, controller_for
 from miles_rollout.errors import RolloutStateError
 from miles_rollout.params import RolloutParams
+from miles_rollout.replay_calls import Conditions
 from miles_rollout.schedulers import accept_transition
-from miles_rollout.trajectory import Conditions, RolloutTrajectory
+from miles_rollout.trajectory import RolloutTrajectory
 
 __all__ = [
     "accept_transition",

@@ -17,9 +17,10 @@ from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
+from miles_rollout.replay_calls import Conditions
 from miles_rollout.schedulers import Transition
 from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
-from miles_rollout.trajectory import Conditions, RolloutTrajectory
+from miles_rollout.trajectory import RolloutTrajectory
 
 
 class RolloutSession:
