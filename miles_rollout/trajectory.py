@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from miles_rollout.conditions import tensors_of
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.params import RolloutParams
 from miles_rollout.replay_calls import Conditions
+from miles_rollout.scoring import Replay, score_stream
 from miles_rollout.shapes import Float
 from miles_rollout.stream_trajectory import StreamTrajectory
 from miles_rollout.trajectory_io import read_folder, write_folder
@@ -86,10 +87,7 @@ class RolloutTrajectory:
         Raises ``RolloutParamsError`` for an unknown stream, a step that was not stochastic, or a
         boundary that was not kept.
         """
-        if stream not in self.streams:
-            raise RolloutParamsError(
-                f"trajectory: no such stream; got {stream!r}; choose among {sorted(self.streams)}"
-            )
+        self._check_stream(stream)
         held = self.streams[stream]
         if step not in held.sde_step_indices:
             raise RolloutParamsError(
@@ -97,6 +95,40 @@ class RolloutTrajectory:
                 f"density; got sde_step_indices {list(held.sde_step_indices)}; train one of those"
             )
         return held.latent(step), held.latent(step + 1)
+
+    def score(self, step: int, velocities: Mapping[str, Float[Tensor, "batch ..."]]) -> Replay:
+        """Score the recorded ``step`` for what the denoiser predicts now, with gradients if any.
+
+        ``velocities`` maps streams to [B, ...], with the sign as predicted; those that are not
+        stochastic in ``step`` may be left out. Bitwise the recorded log-prob for the recorded
+        velocity. Raises ``RolloutParamsError`` for a step that `pair` refuses or a velocity that is
+        missing, and ``RolloutStateError`` for a log-prob that is not finite.
+        """
+        for name in velocities:
+            self._check_stream(name)
+        live = [n for n, s in self.streams.items() if step in s.sde_step_indices]
+        missing = [name for name in live if name not in velocities]
+        if missing or not live:
+            raise RolloutParamsError(
+                f"trajectory: step {step} has the stochastic streams {live}; got velocities of "
+                f"{sorted(velocities)}; score a stochastic step, with a velocity for each stream"
+            )
+        streams = {}
+        for name in live:
+            streams[name] = score_stream(self.streams[name], step, velocities[name], self.params)
+        joint = self.joint({name: s.log_prob for name, s in streams.items()}, step)
+        if not torch.isfinite(joint).all():
+            raise RolloutStateError(
+                f"trajectory: the log-prob of step {step} is not finite; got {joint.tolist()}; check "
+                "the denoiser's weights, dtype and guidance scale"
+            )
+        return Replay(streams=streams, log_prob=joint)
+
+    def _check_stream(self, stream: str) -> None:
+        if stream not in self.streams:
+            raise RolloutParamsError(
+                f"trajectory: no such stream; got {stream!r}; choose among {sorted(self.streams)}"
+            )
 
     def select(self, samples: Sequence[int] | Tensor) -> RolloutTrajectory:
         """The trajectory of some samples, in the order given. Raises for one out of range."""
