@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from miles_rollout.conditions import version_of
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
-from miles_rollout.noise import keyed_noise
+from miles_rollout.noise import check_seeds, keyed_noise
 from miles_rollout.params import RolloutParams
 from miles_rollout.schedulers import check_stochastic, convention_of
 from miles_rollout.shapes import Bool, Float
-from miles_rollout.trajectory import StreamTrajectory
+from miles_rollout.stream_trajectory import StreamTrajectory
 from miles_rollout.transitions import schedule_step
 
 OdeTransition = Callable[[Tensor, Tensor], Tensor]
@@ -30,7 +30,8 @@ class FlowRolloutController:
     ``mask`` (True: live, broadcast against the sample) marks what may be noised and scored.
     ``euler_ode``: take deterministic steps as Euler steps, for a loop whose own update has memory.
 
-    Raises ``RolloutParamsError`` for indices that do not fit the schedule.
+    Raises ``RolloutParamsError`` for a schedule that is none, seeds that are no ints, and indices
+    that do not fit the schedule.
     """
 
     def __init__(
@@ -41,18 +42,28 @@ class FlowRolloutController:
         stream: str,
         sigmas: Float[Tensor, " boundaries"],
         timesteps: Float[Tensor, " boundaries"],
-        velocity_sign: float = 1.0,
+        velocity_sign: float | int = 1.0,
         mask: Bool[Tensor, "..."] | None = None,
         euler_ode: bool = False,
     ) -> None:
+        _check_schedule(stream, sigmas, timesteps, velocity_sign)
         self.params = params
         self.stream = stream
         self.plan = params.plan(sigmas, stream)
+        for step in self.plan.sde_steps:
+            s, n = sigmas[step].item(), sigmas[step + 1].item()
+            if not 1 >= s >= n >= 0:
+                _refuse(
+                    stream,
+                    f"sigmas of the stochastic step {step} are not within 1..0",
+                    f"{s:g} to {n:g}",
+                    "the sigmas of flow matching",
+                )
         self.next_step = 0
-        self._seeds = tuple(seeds)
+        self.seeds = check_seeds(seeds)
         self._sigmas = sigmas.detach().cpu().clone()
         self._timesteps = timesteps.detach().cpu().clone()
-        self._velocity_sign = velocity_sign
+        self._velocity_sign = float(velocity_sign)
         self._mask = mask
         self._euler_ode = euler_ode
         self.replayable = frozenset(self.plan.replayable)
@@ -98,7 +109,7 @@ class FlowRolloutController:
         order, each once; ``sample`` must be what the last one returned, unless both steps are
         deterministic. Raises ``RolloutStateError`` otherwise.
         """
-        self._check(step, sample)
+        self._check(step, velocity, sample)
         if self._mask is not None and self._mask.shape != sample.shape:
             self._mask = torch.broadcast_to(self._mask, sample.shape).contiguous()
         out_dtype = out_dtype or velocity.dtype
@@ -145,7 +156,7 @@ class FlowRolloutController:
             assert self._emitted is not None
             final = self._latents[:, self._place[self.plan.num_steps]]
             final.copy_(torch.where(self._mask, final, self._emitted[0]))
-        rows = len(self._seeds)
+        rows = len(self.seeds)
         num_elements = torch.full((rows,), self._numel, device=log_probs.device)
         if self._mask is not None:
             num_elements = self._mask.flatten(1).sum(1)
@@ -163,7 +174,7 @@ class FlowRolloutController:
         )
 
     def _stochastic(self, velocity: Tensor, x: Tensor, step: int, out_dtype: torch.dtype) -> Tensor:
-        noise = keyed_noise(self._seeds, x.shape[1:], "transition", self.stream, step).to(x.device)
+        noise = keyed_noise(self.seeds, x.shape[1:], "transition", self.stream, step).to(x.device)
         taken = schedule_step(
             self.params.sde_type,
             x,
@@ -236,16 +247,26 @@ class FlowRolloutController:
                 f"infinite {where}; check the denoiser's weights, dtype and guidance scale"
             )
 
-    def _check(self, step: int, sample: Tensor) -> None:
+    def _check(self, step: int, velocity: Tensor, sample: Tensor) -> None:
+        if self.done:
+            raise RolloutStateError(
+                f"rollout: all {self.plan.num_steps} steps of stream {self.stream!r} were taken; got "
+                f"step {step}; take every step once and in order"
+            )
         if step != self.next_step:
             raise RolloutStateError(
                 f"rollout: stream {self.stream!r} expected step {self.next_step}; got step {step}; "
                 "take every step once and in order"
             )
-        if len(sample) != len(self._seeds):
+        if len(sample) != len(self.seeds):
             raise RolloutParamsError(
-                f"rollout: one seed a row is needed; got {len(self._seeds)} seeds for "
+                f"rollout: one seed a row is needed; got {len(self.seeds)} seeds for "
                 f"{len(sample)} rows of stream {self.stream!r}; pass {len(sample)} seeds"
+            )
+        if velocity.shape != sample.shape:
+            raise RolloutParamsError(
+                f"rollout: a velocity has the shape of its sample; got {tuple(velocity.shape)} for "
+                f"{tuple(sample.shape)} of stream {self.stream!r}; pass it unbroadcast"
             )
         near_noise = step in self._sde_steps or step - 1 in self._sde_steps
         if self._emitted is None or not (near_noise or self.params.latent_dtype == "float32"):
@@ -266,6 +287,47 @@ class FlowRolloutController:
             )
 
 
+def _check_schedule(
+    stream: str, sigmas: Tensor, timesteps: Tensor, velocity_sign: float | int
+) -> None:
+    """What a schedule must be for any step; what a stochastic one needs is `RolloutParams.plan`'s."""
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        _refuse(
+            stream, "sigmas are [T + 1] with T >= 1 steps", tuple(sigmas.shape), "terminal included"
+        )
+    if timesteps.shape != sigmas.shape:
+        _refuse(
+            stream,
+            "timesteps have the sigmas' length, terminal value included",
+            f"{tuple(timesteps.shape)} for {tuple(sigmas.shape)}",
+            "[T + 1] of both",
+        )
+    if not (torch.isfinite(sigmas).all() and torch.isfinite(timesteps).all()):
+        _refuse(stream, "a schedule is finite", sigmas.tolist(), "the scheduler's own sigmas")
+    if velocity_sign not in (1, -1):
+        _refuse(
+            stream,
+            "velocity_sign is 1 where the denoiser predicts noise - x0, -1 for x0 - noise",
+            velocity_sign,
+            "1 or -1",
+        )
+
+
+def _refuse(stream: str, problem: str, value: object, advice: str) -> NoReturn:
+    raise RolloutParamsError(f"rollout: stream {stream!r}: {problem}; got {value}; pass {advice}")
+
+
+def check_one_length(controllers: Mapping[str, FlowRolloutController]) -> None:
+    """Refuse streams whose schedules have different numbers of steps."""
+    (first, held), *others = controllers.items()
+    for name, other in others:
+        if other.plan.num_steps != held.plan.num_steps:
+            raise RolloutParamsError(
+                f"rollout: streams share their steps; got {held.plan.num_steps} steps for "
+                f"{first!r} and {other.plan.num_steps} for {name!r}; give both schedules one length"
+            )
+
+
 def controller_for(
     scheduler: Any, params: RolloutParams, seeds: Sequence[int], stream: str
 ) -> FlowRolloutController:
@@ -273,10 +335,12 @@ def controller_for(
 
     Raises ``RolloutParamsError`` for a scheduler whose steps have no density, if one is needed.
     """
+    if params.plan(scheduler.sigmas, stream).sde_steps:
+        check_stochastic(scheduler)
     convention = convention_of(scheduler)
     timesteps = scheduler.timesteps.detach().cpu().float()
     terminal = timesteps.new_tensor([convention.terminal_timestep])
-    controller = FlowRolloutController(
+    return FlowRolloutController(
         params,
         seeds,
         stream=stream,
@@ -285,6 +349,3 @@ def controller_for(
         velocity_sign=convention.velocity_sign,
         euler_ode=convention.has_memory and not params.is_deterministic,
     )
-    if controller.plan.sde_steps:
-        check_stochastic(scheduler)
-    return controller

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from miles_rollout.conditions import DenoiserCall, check_no_dropout
-from miles_rollout.errors import RolloutParamsError, RolloutStateError
+from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
@@ -27,10 +27,10 @@ from miles_rollout.sample_request import (
     check_sampling,
     negative_prompts,
 )
+from miles_rollout.scoring import Replay
 from miles_rollout.session import rollout
-from miles_rollout.shapes import Float, Int
+from miles_rollout.shapes import Int
 from miles_rollout.trajectory import RolloutTrajectory
-from miles_rollout.transitions import schedule_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,24 +48,6 @@ class RolloutBatch:
     metadata: list[Mapping[str, Any]]
     media: list[Media] | None = None
     """None until decoded."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamReplay:
-    """One step of one stream, computed again with the weights of now."""
-
-    velocity: Float[Tensor, "rows ..."]
-    mean: Float[Tensor, "rows ..."]
-    std: Float[Tensor, "rows ..."]
-    log_prob: Float[Tensor, " rows"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replay:
-    """One step of all streams; ``log_prob`` is joint over the stochastic ones."""
-
-    streams: dict[str, StreamReplay] = field(default_factory=dict)
-    log_prob: Float[Tensor, " rows"]
 
 
 @final
@@ -237,6 +219,12 @@ class RolloutEngine:
                 f"{list(trajectory.replayable_steps)}; make it stochastic and keep boundaries "
                 f"{step} and {step + 1}"
             )
+        if not all(c.steps[step][0].module for c in trajectory.conditions):
+            raise RolloutParamsError(
+                "RolloutEngine.replay: the conditions of a loop of one's own name no denoiser; got "
+                "those of init_rollout_env_if_enabled; call the denoiser, then "
+                "RolloutTrajectory.score"
+            )
         if samples is not None:
             trajectory = trajectory.select(samples)
         velocities: dict[str, list[Tensor]] = {}
@@ -264,42 +252,14 @@ class RolloutEngine:
             for name in trajectory.streams:
                 velocities.setdefault(name, []).append(parts[name])
             start = rows.stop
-        streams = {
-            name: self._score(trajectory, name, step, torch.cat(pieces))
-            for name, pieces in velocities.items()
-            if step in trajectory.streams[name].sde_step_indices
-        }
-        joint = trajectory.joint({name: s.log_prob for name, s in streams.items()}, step)
-        if not torch.isfinite(joint).all():
-            raise RolloutStateError(
-                f"RolloutEngine.replay: the log-prob of step {step} is not finite; got "
-                f"{joint.tolist()}; check the denoiser's weights, dtype and guidance scale"
-            )
-        return Replay(streams=streams, log_prob=joint)
+        return trajectory.score(
+            step, {name: torch.cat(pieces) for name, pieces in velocities.items()}
+        )
 
     def _call(self, call: DenoiserCall) -> Any:
         module = getattr(self.pipe, call.module)
         check_no_dropout(call.module, module)
         return module(*call.args, **call.kwargs)
-
-    def _score(
-        self, trajectory: RolloutTrajectory, name: str, step: int, velocity: Tensor
-    ) -> StreamReplay:
-        stream = trajectory.streams[name]
-        x, x_next = trajectory.pair(name, step)
-        scored = schedule_step(
-            trajectory.params.sde_type,
-            x,
-            velocity * stream.velocity_sign if stream.velocity_sign != 1 else velocity,
-            sigmas=stream.sigmas,
-            step=step,
-            noise_level=trajectory.params.noise_level,
-            next_sample=x_next,
-            mask=stream.mask,
-        )
-        return StreamReplay(
-            velocity=velocity, mean=scored.mean, std=scored.std, log_prob=scored.log_prob
-        )
 
     # -- decode -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_rollout.errors import RolloutParamsError
 from miles_rollout.shapes import Float
 
 Key = int | str
@@ -30,6 +31,19 @@ _STATE[8:16].view(np.int32)[:] = 1
 def derive_seed(*key: Key) -> int:
     """A seed in 0..2**63-1 from a key of ints and strings, the same in every process."""
     return int.from_bytes(hashlib.sha256(_encode(key)).digest()[:8], "big") >> 1
+
+
+def check_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
+    """One int a row. Raises ``RolloutParamsError``; 1, 1.0 and True are one number and three keys."""
+    values = tuple(seeds)
+    for seed in values:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise RolloutParamsError(
+                f"rollout: seeds must be ints, one a row; got {seed!r}; pass seeds=[...]"
+            )
+    if not values:
+        raise RolloutParamsError("rollout: no seeds; got []; pass one seed a row")
+    return values
 
 
 def keyed_generator(*key: Key) -> torch.Generator:

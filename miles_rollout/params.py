@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -50,7 +50,7 @@ class RolloutParams:
     """The streams that are stochastic; None: all. The others take their deterministic update."""
     return_step_indices: Sequence[int] | None = None
     """The boundaries 0..T whose latents are kept; None: all."""
-    stream_weights: Literal["element"] | Mapping[str, float] = "element"
+    stream_weights: Literal["element"] | Mapping[str, float | int] = "element"
     """The joint log-prob: a mean over all elements, or this weighted sum of the streams' means."""
     latent_dtype: LatentDtype = "pipeline"
     """"pipeline": the state is the rounded sample that the pipeline holds. "float32": the state is
@@ -120,6 +120,21 @@ class RolloutParams:
         no_steps = self.sde_step_indices is not None and not len(self.sde_step_indices)
         no_streams = self.sde_streams is not None and not len(self.sde_streams)
         return self.sde_type == "ode" or no_steps or no_streams
+
+    def check_streams(self, streams: Collection[str]) -> None:
+        """Refuse names that match none of ``streams``: they would turn a stream's training off."""
+        weights = self.stream_weights
+        named = {
+            "sde_streams": self.sde_streams or (),
+            "stream_weights": () if isinstance(weights, str) else weights,
+        }
+        for field, names in named.items():
+            for name in names:
+                if name not in streams:
+                    raise RolloutParamsError(
+                        f"RolloutParams.{field}: no such stream; got {name!r}; choose among "
+                        f"{', '.join(streams)}"
+                    )
 
     def plan(self, sigmas: Tensor, stream: str) -> StepPlan:
         """Resolve the indices for a stream whose full schedule is ``sigmas`` [T + 1]."""

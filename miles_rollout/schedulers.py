@@ -24,7 +24,7 @@ from diffusers import (
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 
 SchedulerT = TypeVar("SchedulerT")
 
@@ -123,9 +123,13 @@ def _refuse(problem: str, value: object) -> None:
 
 
 def accept_transition(scheduler: SchedulerT, observer: Observer | None = None) -> SchedulerT:
-    """A copy of ``scheduler`` whose ``step`` accepts ``transition=``; the original is untouched."""
+    """A copy of ``scheduler`` whose ``step`` accepts ``transition=``; the original is untouched.
+
+    A scheduler that accepts one already is copied as it is.
+    """
     base: Any = type(scheduler)
-    duplicate: Any = object.__new__(_plugged(base))
+    plugged = base if "_rollout_observer" in vars(scheduler) else _plugged(base)
+    duplicate: Any = object.__new__(plugged)
     vars(duplicate).update(copy.deepcopy(vars(scheduler)))
     vars(duplicate)["_rollout_observer"] = observer
     return duplicate
@@ -208,6 +212,12 @@ def _take(
     velocity = arguments["model_output"]
     if arguments.get("per_token_timesteps") is not None:
         _refuse("every token has a timestep of its own", "per_token_timesteps")
+    if getattr(transition, "scheduler", scheduler) is not scheduler:
+        raise RolloutStateError(
+            "scheduler.step: this transition belongs to another scheduler, so it would take the "
+            f"steps of another schedule; got it in {type(scheduler).__name__}; pass each stream's "
+            "transition to the scheduler that its rollout was prepared with"
+        )
     index = _index_of(scheduler, timestep)
 
     def ode(velocity: Tensor, sample: Tensor) -> Tensor:

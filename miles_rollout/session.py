@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,21 @@ from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
 from miles_rollout.conditions import CallRecorder, check_no_dropout
-from miles_rollout.controller import FlowRolloutController, OdeTransition, controller_for
+from miles_rollout.controller import (
+    FlowRolloutController,
+    OdeTransition,
+    check_one_length,
+    controller_for,
+)
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
-from miles_rollout.noise import keyed_generator
+from miles_rollout.noise import check_seeds, keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
+from miles_rollout.replay_calls import Conditions
 from miles_rollout.schedulers import Transition
 from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
 from miles_rollout.shared_prefix import SharedPrefix
-from miles_rollout.trajectory import Conditions, RolloutTrajectory
+from miles_rollout.trajectory import RolloutTrajectory
 
 
 class RolloutSession:
@@ -30,10 +36,10 @@ class RolloutSession:
         self, pipe: Any, params: RolloutParams, seeds: Sequence[int], adapter: PipelineAdapter
     ) -> None:
         self.params = params
-        self.seeds = _check_seeds(seeds)
+        self.seeds = check_seeds(seeds)
         self.generators = [keyed_generator("initial_noise", seed) for seed in self.seeds]
         """One generator a row for the initial noise: pass them as the call's ``generator``."""
-        self._check_streams(adapter.streams)
+        params.check_streams(adapter.streams)
         self._pipe = pipe
         self._adapter = adapter
         self._request: dict[str, Any] | None = None
@@ -115,13 +121,7 @@ class RolloutSession:
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
         controller = controller_for(scheduler, self.params, self.seeds, name)
-        for other, known in self._controllers.items():
-            if other != name and known.plan.num_steps != controller.plan.num_steps:
-                raise RolloutParamsError(
-                    f"rollout: streams share their steps; got {known.plan.num_steps} steps for "
-                    f"{other!r} and {controller.plan.num_steps} for {name!r}; give both schedules "
-                    "one length"
-                )
+        check_one_length({**self._controllers, name: controller})
         self._controllers[name] = controller
 
     def transition_of(self, scheduler: Any) -> Transition | None:
@@ -216,7 +216,7 @@ class RolloutSession:
                 "steps; call the pipeline inside the with block"
             )
         streams = {name: c.trajectory() for name, c in self._controllers.items()}
-        self._check_streams(streams)
+        self.params.check_streams(streams)
         request = self._request or {}
         self._check_calls(self._guidance)
         self._trajectory = RolloutTrajectory(
@@ -233,21 +233,6 @@ class RolloutSession:
             guidance=self._guidance,
             request={k: v for k, v in request.items() if isinstance(v, (bool, int, float, str))},
         )
-
-    def _check_streams(self, streams: Collection[str]) -> None:
-        """Names that match nothing would turn a stream's training off without a word."""
-        weights = self.params.stream_weights
-        named = {
-            "sde_streams": self.params.sde_streams or (),
-            "stream_weights": () if isinstance(weights, str) else weights,
-        }
-        for field, names in named.items():
-            for name in names:
-                if name not in streams:
-                    raise RolloutParamsError(
-                        f"RolloutParams.{field}: no such stream; got {name!r}; choose among "
-                        f"{', '.join(streams)}"
-                    )
 
     def _check_calls(self, guidance: Mapping[str, float | bool]) -> None:
         expected = self._adapter.calls_per_step(guidance)
@@ -309,15 +294,3 @@ def rollout(
         stack.enter_context(observed_call(pipe, session.begin))
         yield session
         session.finish()
-
-
-def _check_seeds(seeds: Sequence[int]) -> tuple[int, ...]:
-    values = tuple(seeds)
-    for seed in values:
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise RolloutParamsError(
-                f"rollout: seeds must be ints, one a row; got {seed!r}; pass seeds=[...]"
-            )
-    if not values:
-        raise RolloutParamsError("rollout: no seeds; got []; pass one seed a row")
-    return values

@@ -15,132 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls, tensors_of
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.conditions import tensors_of
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.params import RolloutParams
-from miles_rollout.shapes import Bool, Float, Int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamTrajectory:
-    """One latent stream of a request: T steps, B samples, K kept states."""
-
-    latents: Float[Tensor, "batch kept ..."]
-    """The states as the denoiser saw them; the final one is what is decoded."""
-    latent_step_indices: Int[Tensor, " kept"]
-    """Which boundary in 0..T each kept latent is."""
-    timesteps: Float[Tensor, " boundaries"]
-    """[T + 1] in the scheduler's own convention, terminal value included."""
-    sigmas: Float[Tensor, " boundaries"]
-    """[T + 1], exact copies of the scheduler's, never filtered."""
-    log_probs: Float[Tensor, "batch steps"]
-    """[B, T]: mean over elements; zeros on deterministic steps."""
-    sde_step_indices: tuple[int, ...]
-    num_elements: Int[Tensor, " batch"]
-    """The unmasked elements of each sample, which weight the joint log-prob."""
-    mask: Bool[Tensor, "batch ..."] | None = None
-    """False where an element is neither noised, scored nor counted."""
-    velocity_sign: float = 1.0
-    """-1 where the denoiser predicts x0 - noise."""
-    debug: Mapping[str, Tensor] = field(default_factory=dict)
-    """With ``RolloutParams.debug``: velocity, mean, noise [B, T, ...] and std [B, T, 1, ...]."""
-
-    @property
-    def num_steps(self) -> int:
-        """T, the denoiser's evaluations."""
-        return self.log_probs.shape[1]
-
-    def latent(self, boundary: int) -> Float[Tensor, "batch ..."]:
-        """The state at a boundary in 0..T, contiguous. Raises for one that was not kept."""
-        at = (self.latent_step_indices == boundary).nonzero().flatten().tolist()
-        if not at:
-            raise RolloutParamsError(
-                f"trajectory: boundary {boundary} was not kept; got return_step_indices "
-                f"{self.latent_step_indices.tolist()}; add {boundary} to them"
-            )
-        return self.latents[:, at[0]].contiguous()
-
-    def map(self, batched: Any, shared: Any) -> StreamTrajectory:
-        """Apply ``batched`` to tensors with a batch axis and ``shared`` to the others."""
-        return replace(
-            self,
-            latents=batched(self.latents),
-            log_probs=batched(self.log_probs),
-            num_elements=batched(self.num_elements),
-            mask=None if self.mask is None else batched(self.mask),
-            debug={name: batched(tensor) for name, tensor in self.debug.items()},
-            latent_step_indices=shared(self.latent_step_indices),
-            timesteps=shared(self.timesteps),
-            sigmas=shared(self.sigmas),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """The denoiser calls of ``num_samples`` consecutive rows: one rollout, or a part of one."""
-
-    num_samples: int
-    steps: StepCalls
-    batch_axes: Mapping[str, int | None]
-    """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut."""
-    blocks: Mapping[str, int] = field(default_factory=dict)
-    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named."""
-
-    def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
-        """The calls of a step, with the streams' states filled in."""
-
-        def fill(_: str, leaf: Any) -> Any:
-            return leaf.of(states) if isinstance(leaf, StreamState) else leaf
-
-        return [call.map(fill) for call in self.steps[step]]
-
-    def select(self, rows: Sequence[int]) -> Conditions:
-        """The calls of some rows only."""
-        if list(rows) == list(range(self.num_samples)):
-            return self
-
-        def cut(name: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            axis = self._axis(name)
-            if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
-                return leaf
-            blocks = self.blocks.get(name, 1)
-            if leaf.shape[axis] != blocks * self.num_samples:
-                raise RolloutParamsError(
-                    f"trajectory: the denoiser's argument {name!r} should hold {blocks} x "
-                    f"{self.num_samples} rows; got {leaf.shape[axis]}; declare its batch axis and "
-                    "blocks in the adapter"
-                )
-            chosen = [block * self.num_samples + row for block in range(blocks) for row in rows]
-            return leaf.index_select(axis, _index(chosen, leaf))
-
-        def cut_lists(call: DenoiserCall) -> DenoiserCall:
-            kwargs = {
-                name: [value[r] for r in rows]
-                if isinstance(value, list) and self.batch_axes.get(name) == 0
-                else value
-                for name, value in call.kwargs.items()
-            }
-            return replace(call, kwargs=kwargs)
-
-        steps = {s: [cut_lists(c) for c in calls] for s, calls in self.steps.items()}
-        return replace(self, num_samples=len(rows), steps=map_calls(cut, steps))
-
-    def _axis(self, name: str) -> int | None:
-        if name not in self.batch_axes:
-            raise RolloutParamsError(
-                f"trajectory: no adapter declares the batch axis of the denoiser's argument "
-                f"{name!r}; got declared {sorted(self.batch_axes)}; declare it in batch_axes"
-            )
-        return self.batch_axes[name]
-
-    def map(self, fn: Any) -> Conditions:
-        """Apply ``fn`` to every tensor."""
-        return replace(
-            self,
-            steps=map_calls(lambda _, t: fn(t) if isinstance(t, Tensor) else t, self.steps),
-        )
+from miles_rollout.replay_calls import Conditions
+from miles_rollout.scoring import Replay, score_stream
+from miles_rollout.shapes import Float
+from miles_rollout.stream_trajectory import StreamTrajectory
+from miles_rollout.trajectory_io import read_folder, write_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,10 +87,7 @@ class RolloutTrajectory:
         Raises ``RolloutParamsError`` for an unknown stream, a step that was not stochastic, or a
         boundary that was not kept.
         """
-        if stream not in self.streams:
-            raise RolloutParamsError(
-                f"trajectory: no such stream; got {stream!r}; choose among {sorted(self.streams)}"
-            )
+        self._check_stream(stream)
         held = self.streams[stream]
         if step not in held.sde_step_indices:
             raise RolloutParamsError(
@@ -216,6 +95,40 @@ class RolloutTrajectory:
                 f"density; got sde_step_indices {list(held.sde_step_indices)}; train one of those"
             )
         return held.latent(step), held.latent(step + 1)
+
+    def score(self, step: int, velocities: Mapping[str, Float[Tensor, "batch ..."]]) -> Replay:
+        """Score the recorded ``step`` for what the denoiser predicts now, with gradients if any.
+
+        ``velocities`` maps streams to [B, ...], with the sign as predicted; those that are not
+        stochastic in ``step`` may be left out. Bitwise the recorded log-prob for the recorded
+        velocity. Raises ``RolloutParamsError`` for a step that `pair` refuses or a velocity that is
+        missing, and ``RolloutStateError`` for a log-prob that is not finite.
+        """
+        for name in velocities:
+            self._check_stream(name)
+        live = [n for n, s in self.streams.items() if step in s.sde_step_indices]
+        missing = [name for name in live if name not in velocities]
+        if missing or not live:
+            raise RolloutParamsError(
+                f"trajectory: step {step} has the stochastic streams {live}; got velocities of "
+                f"{sorted(velocities)}; score a stochastic step, with a velocity for each stream"
+            )
+        streams = {}
+        for name in live:
+            streams[name] = score_stream(self.streams[name], step, velocities[name], self.params)
+        joint = self.joint({name: s.log_prob for name, s in streams.items()}, step)
+        if not torch.isfinite(joint).all():
+            raise RolloutStateError(
+                f"trajectory: the log-prob of step {step} is not finite; got {joint.tolist()}; check "
+                "the denoiser's weights, dtype and guidance scale"
+            )
+        return Replay(streams=streams, log_prob=joint)
+
+    def _check_stream(self, stream: str) -> None:
+        if stream not in self.streams:
+            raise RolloutParamsError(
+                f"trajectory: no such stream; got {stream!r}; choose among {sorted(self.streams)}"
+            )
 
     def select(self, samples: Sequence[int] | Tensor) -> RolloutTrajectory:
         """The trajectory of some samples, in the order given. Raises for one out of range."""
@@ -295,16 +208,19 @@ class RolloutTrajectory:
 
     def save(self, path: str | Path) -> None:
         """Write a folder: ``trajectory.safetensors`` and ``trajectory.json``."""
-        from miles_rollout.trajectory_io import save_trajectory
-
-        save_trajectory(self, Path(path))
+        write_folder(
+            Path(path),
+            streams=self.streams,
+            params=self.params,
+            conditions=self.conditions,
+            guidance=self.guidance,
+            request=self.request,
+        )
 
     @staticmethod
     def load(path: str | Path) -> RolloutTrajectory:
         """Read what `save` wrote, bit for bit. Raises ``RolloutStateError`` for anything else."""
-        from miles_rollout.trajectory_io import load_trajectory
-
-        return load_trajectory(Path(path))
+        return RolloutTrajectory(**read_folder(Path(path)))
 
 
 def _index(rows: Sequence[int], like: Tensor) -> Tensor:

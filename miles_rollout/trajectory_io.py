@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from miles_rollout.conditions import DenoiserCall, StreamState
 from miles_rollout.errors import RolloutStateError
 from miles_rollout.params import RolloutParams
-from miles_rollout.trajectory import Conditions, RolloutTrajectory, StreamTrajectory
+from miles_rollout.replay_calls import Conditions
+from miles_rollout.stream_trajectory import StreamTrajectory
 
 SCHEMA = 1
 """Raised when what is written changes; other versions are refused."""
@@ -31,16 +33,24 @@ _STREAM_TENSORS = (
 )
 
 
-def save_trajectory(trajectory: RolloutTrajectory, folder: Path) -> None:
-    """Write ``trajectory.safetensors`` and ``trajectory.json`` under ``folder``."""
+def write_folder(
+    folder: Path,
+    *,
+    streams: Mapping[str, StreamTrajectory],
+    params: RolloutParams,
+    conditions: Sequence[Conditions],
+    guidance: Mapping[str, float | bool],
+    request: Mapping[str, Any],
+) -> None:
+    """Write a trajectory's fields: ``trajectory.safetensors`` and ``trajectory.json``."""
     table = _TensorTable()
     document = {
         "schema": SCHEMA,
-        "params": dataclasses.asdict(trajectory.params),
-        "guidance": dict(trajectory.guidance),
-        "request": dict(trajectory.request),
-        "streams": {name: _stream(table, s) for name, s in trajectory.streams.items()},
-        "conditions": [_conditions(table, c) for c in trajectory.conditions],
+        "params": dataclasses.asdict(params),
+        "guidance": dict(guidance),
+        "request": dict(request),
+        "streams": {name: _stream(table, s) for name, s in streams.items()},
+        "conditions": [_conditions(table, c) for c in conditions],
     }
     folder.mkdir(parents=True, exist_ok=True)
     document["strides"] = table.strides
@@ -50,8 +60,11 @@ def save_trajectory(trajectory: RolloutTrajectory, folder: Path) -> None:
     (folder / "trajectory.json").write_text(json.dumps(document, indent=1))
 
 
-def load_trajectory(folder: Path) -> RolloutTrajectory:
-    """Read what `save_trajectory` wrote, with the memory layout that the tensors had."""
+def read_folder(folder: Path) -> dict[str, Any]:
+    """The fields that `write_folder` wrote, with the memory layout that the tensors had.
+
+    Raises ``RolloutStateError`` for a folder that is incomplete, damaged or of another schema.
+    """
     for name in ("trajectory.json", "trajectory.safetensors"):
         if not (folder / name).is_file():
             raise RolloutStateError(
@@ -73,18 +86,18 @@ def load_trajectory(folder: Path) -> RolloutTrajectory:
     )
 
 
-def _read(document: dict[str, Any], tensors: dict[str, Tensor]) -> RolloutTrajectory:
+def _read(document: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, (size, stride) in document["strides"].items():
         tensors[name] = torch.empty_strided(size, stride, dtype=tensors[name].dtype).copy_(
             tensors[name].view(size)
         )
-    return RolloutTrajectory(
-        streams={name: _read_stream(tensors, s) for name, s in document["streams"].items()},
-        params=RolloutParams(**document["params"]),
-        conditions=tuple(_read_conditions(tensors, c) for c in document["conditions"]),
-        guidance=document["guidance"],
-        request=document["request"],
-    )
+    return {
+        "streams": {name: _read_stream(tensors, s) for name, s in document["streams"].items()},
+        "params": RolloutParams(**document["params"]),
+        "conditions": tuple(_read_conditions(tensors, c) for c in document["conditions"]),
+        "guidance": document["guidance"],
+        "request": document["request"],
+    }
 
 
 class _TensorTable:

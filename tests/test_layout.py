@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import statistics
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def _calls(path: Path) -> set[str]:
     return {ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)}
 
 
+def _imports(path: Path) -> set[str]:
+    """Modules of this repository that a file imports, also inside of functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
 def _lines(path: Path) -> int:
     return len(path.read_text().splitlines())
 
@@ -55,6 +67,14 @@ def test_banned_calls(call: str) -> None:
         and call in _calls(path)
     ]
     assert found == []
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SHIPPED}
+    modules = {name for name in names if not name.endswith("__init__")}
+    graph = {name: _imports(names[name]) & modules - {name} for name in modules}
+    # An order in which every module comes after what it imports exists if there is no circle.
+    tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
 def test_sources_are_ascii() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from miles_rollout import RolloutParamsError, RolloutStateError
 from miles_rollout.conditions import CallRecorder, StreamState, check_no_dropout
-from miles_rollout.trajectory import Conditions
+from miles_rollout.replay_calls import Conditions
 
 
 def record(*args, recorder=None, step=0, **kwargs):

@@ -1,0 +1,88 @@
+"""The denoiser calls to replay: of some rows, with a batch axis for each argument.
+
+Rows are cut out of the recorded arguments by declared axes, never by a size that happens to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls
+from miles_rollout.errors import RolloutParamsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """The denoiser calls of ``num_samples`` consecutive rows: one rollout, or a part of one."""
+
+    num_samples: int
+    steps: StepCalls
+    batch_axes: Mapping[str, int | None]
+    """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut."""
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named."""
+
+    def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
+        """The calls of a step, with the streams' states filled in."""
+
+        def fill(_: str, leaf: Any) -> Any:
+            return leaf.of(states) if isinstance(leaf, StreamState) else leaf
+
+        return [call.map(fill) for call in self.steps[step]]
+
+    def select(self, rows: Sequence[int]) -> Conditions:
+        """The calls of some rows only."""
+        if list(rows) == list(range(self.num_samples)):
+            return self
+
+        def cut(name: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            axis = self._axis(name)
+            if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
+                return leaf
+            blocks = self.blocks.get(name, 1)
+            if leaf.shape[axis] != blocks * self.num_samples:
+                raise RolloutParamsError(
+                    f"trajectory: the denoiser's argument {name!r} should hold {blocks} x "
+                    f"{self.num_samples} rows; got {leaf.shape[axis]}; declare its batch axis and "
+                    "blocks in the adapter"
+                )
+            chosen = [block * self.num_samples + row for block in range(blocks) for row in rows]
+            return leaf.index_select(axis, _index(chosen, leaf))
+
+        def cut_lists(call: DenoiserCall) -> DenoiserCall:
+            kwargs = {
+                name: [value[r] for r in rows]
+                if isinstance(value, list) and self.batch_axes.get(name) == 0
+                else value
+                for name, value in call.kwargs.items()
+            }
+            return replace(call, kwargs=kwargs)
+
+        steps = {s: [cut_lists(c) for c in calls] for s, calls in self.steps.items()}
+        return replace(self, num_samples=len(rows), steps=map_calls(cut, steps))
+
+    def _axis(self, name: str) -> int | None:
+        if name not in self.batch_axes:
+            raise RolloutParamsError(
+                f"trajectory: no adapter declares the batch axis of the denoiser's argument "
+                f"{name!r}; got declared {sorted(self.batch_axes)}; declare it in batch_axes"
+            )
+        return self.batch_axes[name]
+
+    def map(self, fn: Any) -> Conditions:
+        """Apply ``fn`` to every tensor."""
+        return replace(
+            self,
+            steps=map_calls(lambda _, t: fn(t) if isinstance(t, Tensor) else t, self.steps),
+        )
+
+
+def _index(rows: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long, device=like.device)
