@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "miles_rollout/__init__.py").read_text())
+VIDEO = "av>=14.0"  # PyAV, to write videos: only runs of video models need it
 
 setup(
     name="miles-rollout",
@@ -44,7 +45,9 @@ setup(
             "import-linter>=2.1",
             "jaxtyping>=0.3",
             "beartype>=0.20",
+            VIDEO,
         ],
+        "video": [VIDEO],
     },
     classifiers=[
         "Programming Language :: Python :: 3.10",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
@@ -28,6 +30,18 @@ class Media:
     """Frames a second of ``video``."""
     sampling_rate: int | None = None
     """Samples a second of ``audio``."""
+
+    def to(self, device: str | torch.device) -> Media:
+        """The same on another device."""
+        moved: dict[str, Any] = {
+            name: None if tensor is None else tensor.to(device)
+            for name, tensor in (
+                ("image", self.image),
+                ("video", self.video),
+                ("audio", self.audio),
+            )
+        }
+        return replace(self, **moved)
 
     def __post_init__(self) -> None:
         if (self.image is None) == (self.video is None):

@@ -1,7 +1,7 @@
-"""Pictures from a checkpoint: ``python -m recipes.generate CHECKPOINT PROMPT [PROMPT ...]``.
+"""Pictures or videos from a checkpoint: ``python -m recipes.generate CHECKPOINT PROMPT [PROMPT ...]``.
 
 CHECKPOINT is a folder like ``runs/x/checkpoints/iteration_000060``, or a run's ``output_dir`` for
-its latest one. Sampling is deterministic: the same seed gives the same pictures.
+its latest one. Sampling is deterministic: the same seed gives the same samples.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ from trainers.config_loader import from_tree
 from trainers.evaluation import DETERMINISTIC
 from trainers.image_grid import save_grid, to_pil
 from trainers.policy import Policy
+from trainers.rollouts import with_media
+from trainers.samples import Sample
+from trainers.video_file import write_video
 
 
 def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, count: int) -> Path:
-    """Write ``count`` pictures a prompt and a contact sheet under ``out``."""
+    """Write ``count`` pictures or videos a prompt and a contact sheet under ``out``."""
     folder = find(checkpoint)
     tensors, state = load_checkpoint(folder)
     config = from_tree(TrainConfig, state["config"], str(folder))
     make_folder(out, "--out")
     engine = RolloutEngine(load_policy_pipeline(config, build_device(config.model.device)))
-    policy = Policy(engine, config.model.lora, seed=config.seed)
+    policy = Policy(engine, config.model.lora, seed=config.seed, denoisers=config.model.denoisers)
     policy.load(tensors["policy"])
-    images: list[Tensor] = []
+    pictures: list[Tensor] = []
     captions: list[str] = []
     for batch in engine.generate(
         prompts,
@@ -40,17 +43,21 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
         DETERMINISTIC,
         seed=seed,
         negative_prompt=config.rollout.negative_prompt,
-        **config.rollout.sampling() | {"num_inference_steps": config.eval.num_inference_steps},
+        decode=False,
+        **config.rollout.arguments(config.eval.num_inference_steps),
     ):
         ids = zip(batch.group_ids.tolist(), batch.sample_ids.tolist(), strict=True)
-        for media, prompt, (group, number) in zip(
-            batch.media or [], batch.prompts, ids, strict=True
-        ):
-            assert media.image is not None
-            to_pil(media.image).save(out / f"prompt_{group:03d}_sample_{number:03d}.png")
-            images.append(media.image)
+        media = with_media(batch, engine).media or []
+        for medium, prompt, (group, number) in zip(media, batch.prompts, ids, strict=True):
+            sample = Sample(media=medium, prompt=prompt)
+            name = f"prompt_{group:03d}_sample_{number:03d}"
+            if medium.video is None:
+                to_pil(sample.picture).save(out / f"{name}.png")
+            else:
+                write_video(out / f"{name}.mp4", medium)
+            pictures.append(sample.picture.clone())  # of a video one frame, not all
             captions.append(prompt)
-    save_grid(out / "grid.png", images, captions)
+    save_grid(out / "grid.png", pictures, captions)
     return out / "grid.png"
 
 
@@ -74,9 +81,9 @@ def main() -> None:
     )
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("prompts", nargs="+")
-    parser.add_argument("--out", type=Path, default=Path("generated"), help="folder for the PNGs")
+    parser.add_argument("--out", type=Path, default=Path("generated"), help="folder for the files")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--count", type=int, default=1, help="pictures a prompt")
+    parser.add_argument("--count", type=int, default=1, help="samples a prompt")
     a = parser.parse_args()
     try:
         print(generate(a.checkpoint, a.prompts, a.out, seed=a.seed, count=a.count))

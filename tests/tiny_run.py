@@ -35,6 +35,30 @@ OVERRIDES = (
 )
 
 
+H3_OVERRIDES = (
+    *(o for o in OVERRIDES if not o.startswith(("model.pipe", "model.lora", "rollout.", "track"))),
+    "tracking={wandb: disabled, media_every: 0, num_media: 1}",
+    "model.pipeline=tiny-minimax-h3",
+    "model.lora={rank: 2, alpha: 4, targets: [attn.to_q, attn.to_v, ff.net.2]}",
+    "rollout.num_prompts=2",
+    "rollout.group_size=2",
+    "rollout.num_inference_steps=4",
+    "rollout.num_frames=124",
+    "rollout.window={type: fixed, steps: [1, 2]}",
+    "rewards=[{name: 'tests.tiny_run:bright_and_loud'}]",
+)
+"""Of MiniMax H3: grid points are one more than evaluations, and a chunk is one sample."""
+
+
+def bright_and_loud(
+    media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> dict[str, list[float]]:
+    """Looks at both media of a video with sound."""
+    videos = [m.video.double().mean().item() for m in media if m.video is not None]
+    sounds = [m.audio.double().abs().mean().item() for m in media if m.audio is not None]
+    return {"bright": [100 * x for x in videos], "loud": [1000 * x for x in sounds]}
+
+
 def brightness(
     media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> list[float]:
@@ -54,8 +78,15 @@ def tiny_config(output_dir: Path, *overrides: str) -> TrainConfig:
     return load(TrainConfig, [], [f"output_dir={output_dir}", *OVERRIDES, *overrides])
 
 
+def tiny_h3_config(output_dir: Path, *overrides: str) -> TrainConfig:
+    return load(TrainConfig, [], [f"output_dir={output_dir}", *H3_OVERRIDES, *overrides])
+
+
 def tiny_trainer(output_dir: Path, *overrides: str) -> Trainer:
-    config = tiny_config(output_dir, *overrides)
+    return trainer_of(tiny_config(output_dir, *overrides))
+
+
+def trainer_of(config: TrainConfig) -> Trainer:
     return build_trainer(config, read_inputs(config))
 
 

@@ -11,18 +11,20 @@ import torch
 
 from miles_rollout import RolloutEngine
 from miles_rollout.errors import MilesRolloutError
+from miles_rollout.families import find_adapter
 from miles_rollout.loading import load_pipeline
 from trainers.algorithms import build_algorithm
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
-from trainers.config import TrainConfig
+from trainers.config import TrainConfig, for_family
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
-from trainers.lora import WEIGHTS_NAME
+from trainers.family_checks import check_request, makes_video
 from trainers.policy import Policy
 from trainers.recorded import check_rollouts
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
 from trainers.trainer import Trainer
+from trainers.video_file import require_av
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ def read_inputs(config: TrainConfig) -> Inputs:
         timeout_s=config.scoring.timeout_s,
         max_masked_fraction=config.scoring.max_masked_fraction,
     )
+    adapter = find_adapter(config.model.pipeline)
+    if adapter is not None and makes_video(config.rollout, adapter):
+        require_av()
     if config.debug.load_rollouts:
         check_rollouts(Path(config.debug.load_rollouts), range(config.iterations))
     return Inputs(
@@ -79,7 +84,7 @@ def run(config: TrainConfig) -> Path:
     trainer = build_trainer(config, inputs)
     if saved is not None and checkpoint is not None:
         trainer.restore(*saved)
-        if not (checkpoint / WEIGHTS_NAME).exists():  # killed between a checkpoint and its export
+        if not trainer.policy.is_exported(checkpoint):  # killed between a checkpoint and its export
             trainer.policy.export(checkpoint)
         _set_later_aside(trainer.checkpoints, trainer.iteration)
     (output_dir / "config.yaml").write_text(to_yaml(config))
@@ -92,6 +97,10 @@ def run(config: TrainConfig) -> Path:
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
     engine = RolloutEngine(load_policy_pipeline(config, inputs.device))
+    config = for_family(config, engine.adapter)
+    check_request(config, engine)
+    if makes_video(config.rollout, engine.adapter):
+        require_av()
     algorithm = build_algorithm(config.algorithm)
     policy = Policy(
         engine,
@@ -100,6 +109,7 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
         gradient_checkpointing=config.model.gradient_checkpointing,
         compile_backend="inductor" if config.model.compile else None,
         keep_reference=algorithm.needs_reference,
+        denoisers=config.model.denoisers,
     )
     return Trainer(
         config,

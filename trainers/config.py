@@ -6,19 +6,21 @@ parts must agree on is checked here, before a model is loaded.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from miles_rollout.families import find_adapter
 from miles_rollout.loading import check_pipeline_name
-from miles_rollout.params import LatentDtype, RolloutParams
-from miles_rollout.transitions import SdeType
+from miles_rollout.pipelines import PipelineAdapter
 from trainers.algorithms import AlgorithmConfig
 from trainers.config_loader import STRICT
+from trainers.family_checks import check_family, resolve_chunks
 from trainers.lora import LoraConfig
 from trainers.rewards.scoring import RewardConfig
+from trainers.rollout_config import EvalConfig, RolloutConfig
 from trainers.tracking import TrackingConfig
-from trainers.windows import AllSteps, RandomWindow, Window
+
+__all__ = ["EvalConfig", "ModelConfig", "RolloutConfig", "TrainConfig", "for_family"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +39,8 @@ class ModelConfig:
     """CPU threads (None: torch's choice). Results depend on it in the last bits."""
     lora: LoraConfig | None = field(default_factory=LoraConfig)
     """None: all weights of the denoiser are trained."""
+    denoisers: tuple[str, ...] | None = None
+    """Which are trained, of a pipeline with several, such as [transformer_2] (null: all)."""
     gradient_checkpointing: bool = False
     """Less memory, more time; the numbers are the same."""
     compile: bool = False
@@ -47,6 +51,11 @@ class ModelConfig:
         check_pipeline_name(self.pipeline)
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"must be at least 1 or null; got num_threads {self.num_threads}")
+        names = self.denoisers
+        if names is not None and (not names or len(set(names)) < len(names)):
+            raise ValueError(
+                f"denoisers must name one or more, each once; got {list(names)}; set null for all"
+            )
         if self.lora is None and self.dtype != "float32":
             raise ValueError(
                 f"weights in {self.dtype} lose small updates, 0.02 - 1e-5 is 0.02; got lora null; "
@@ -64,119 +73,6 @@ class DataConfig:
     """Relative to the working directory."""
     eval: str = "configs/prompts/shapes_eval.txt"
     """Held out: never trained on."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutConfig:
-    """How the samples of an iteration are drawn: ``num_prompts`` groups of ``group_size``."""
-
-    __pydantic_config__ = STRICT
-
-    num_prompts: int = 6
-    """Prompts an iteration."""
-    group_size: int = 16
-    """Samples of each prompt, at least 2."""
-    chunk_size: int | None = None
-    """Rows that are denoised, and by default trained, together (null: one sample a prompt)."""
-    num_inference_steps: int = 10
-    """Denoising steps of a sample."""
-    height: int = 32
-    """Pixels."""
-    width: int = 32
-    """Pixels."""
-    true_cfg_scale: float = 1.0
-    """Above 1: guidance, at twice the denoiser calls; needs ``negative_prompt``."""
-    negative_prompt: str | None = None
-    """One for all prompts; null: no guidance."""
-    sde_type: SdeType = "sde"
-    """The kind of the stochastic steps (docs/numerics.md); ode is refused."""
-    noise_level: float = 0.7
-    """eta of the papers."""
-    window: Window = field(default_factory=AllSteps)
-    """Which steps are stochastic, and so trained."""
-    latent_dtype: LatentDtype = "pipeline"
-    """The state is the pipeline's rounded sample, or kept in float32."""
-    same_noise: bool = False
-    """The samples of a group start from one initial noise."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_inference_steps", "height", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.group_size < 2:
-            raise ValueError(
-                f"group_size must be at least 2, or no sample has another to be compared with; "
-                f"got {self.group_size}"
-            )
-        if self.chunk_size is not None and not 1 <= self.chunk_size <= self.num_samples:
-            raise ValueError(
-                f"chunk_size must be in 1..num_prompts * group_size = {self.num_samples}; got "
-                f"{self.chunk_size}"
-            )
-        if self.sde_type == "ode":
-            raise ValueError("an ode rollout has no log-prob to train on; set sde_type sde or cps")
-        if self.true_cfg_scale < 1:
-            raise ValueError(
-                f"true_cfg_scale must be at least 1, which is no guidance; got "
-                f"{self.true_cfg_scale}"
-            )
-        if self.true_cfg_scale > 1 and self.negative_prompt is None:
-            raise ValueError(
-                f"true_cfg_scale {self.true_cfg_scale} has no effect without a negative prompt; "
-                'set negative_prompt " " or true_cfg_scale 1'
-            )
-        if self.true_cfg_scale == 1 and self.negative_prompt is not None:
-            raise ValueError(
-                f"negative_prompt has no effect at true_cfg_scale {self.true_cfg_scale}; set "
-                "true_cfg_scale above 1 or negative_prompt null"
-            )
-        steps = self.window.choose(0, self.num_inference_steps, 0)
-        self.params(steps)
-        last = self.num_inference_steps - 1
-        if isinstance(self.window, RandomWindow):
-            start = self.window.start_max
-            reach = last if start is None else start + self.window.size - 1
-        else:
-            reach = max(steps)
-        if self.sde_type == "cps" and reach == last:
-            raise ValueError(
-                f"cps has no density in the last step {last}, which ends at sigma 0; leave it out "
-                "of the window, for example by window.exclude_last true"
-            )
-
-    @property
-    def num_samples(self) -> int:
-        """Samples an iteration."""
-        return self.num_prompts * self.group_size
-
-    @property
-    def rows(self) -> int:
-        """Rows of a whole chunk."""
-        return self.chunk_size or self.num_prompts
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks an iteration; the last may be smaller."""
-        return math.ceil(self.num_samples / self.rows)
-
-    def params(self, steps: tuple[int, ...]) -> RolloutParams:
-        """Stochastic in ``steps``; kept are the states before and after them, and no others."""
-        return RolloutParams(
-            sde_type=self.sde_type,
-            noise_level=self.noise_level,
-            sde_step_indices=steps,
-            return_step_indices=sorted({*steps, *(s + 1 for s in steps)}),
-            latent_dtype=self.latent_dtype,
-        )
-
-    def sampling(self) -> dict[str, Any]:
-        """Arguments of the pipeline call."""
-        guided = {"true_cfg_scale": self.true_cfg_scale} if self.negative_prompt is not None else {}
-        return guided | {
-            "num_inference_steps": self.num_inference_steps,
-            "height": self.height,
-            "width": self.width,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,36 +127,6 @@ class OptimConfig:
         if self.eps < 0 or self.weight_decay < 0:
             raise ValueError(
                 f"eps and weight_decay must be >= 0; got {self.eps}, {self.weight_decay}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalConfig:
-    """Deterministic samples of held-out prompts, with the same seeds each time."""
-
-    __pydantic_config__ = STRICT
-
-    every: int = 20
-    """Iterations between evaluations; 0: only before and after training."""
-    num_prompts: int | None = None
-    """The first so many of the file (null: all)."""
-    samples_per_prompt: int = 4
-    """Pictures of each prompt."""
-    num_inference_steps: int = 10
-    """Denoising steps of a sample, all deterministic."""
-    seed: int = 1234
-    """Apart from the run's, so that runs of different seeds are compared on the same samples."""
-    chunk_size: int = 32
-    """Rows that are denoised together."""
-
-    def __post_init__(self) -> None:
-        for name in ("samples_per_prompt", "num_inference_steps", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.every < 0 or (self.num_prompts is not None and self.num_prompts < 1):
-            raise ValueError(
-                f"every must be >= 0 and num_prompts >= 1 or null; got {self.every}, "
-                f"{self.num_prompts}"
             )
 
 
@@ -340,6 +206,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.iterations < 1:
             raise ValueError(f"iterations must be at least 1; got {self.iterations}")
+        adapter = find_adapter(self.model.pipeline)
+        if adapter is not None:
+            rollout, evaluation = resolve_chunks(self.rollout, self.eval, adapter)
+            object.__setattr__(self, "rollout", rollout)
+            object.__setattr__(self, "eval", evaluation)
+            check_family(self, adapter)
+        self._check_batch()
+        if self.debug.save_rollouts and self.debug.load_rollouts:
+            raise ValueError(
+                "debug.save_rollouts has no effect with debug.load_rollouts: nothing is sampled; "
+                "set one of them"
+            )
+
+    def _check_batch(self) -> None:
         updates = self.optim.updates_per_iteration
         if self.rollout.num_chunks % updates:
             raise ValueError(
@@ -352,8 +232,11 @@ class TrainConfig:
                 f"optim.micro_batch_size splits chunks and joins none; got {micro} above the "
                 f"{self.rollout.rows} rows of a chunk; set it to null, or rollout.chunk_size higher"
             )
-        if self.debug.save_rollouts and self.debug.load_rollouts:
-            raise ValueError(
-                "debug.save_rollouts has no effect with debug.load_rollouts: nothing is sampled; "
-                "set one of them"
-            )
+
+
+def for_family(config: TrainConfig, adapter: PipelineAdapter) -> TrainConfig:
+    """The config of a pipeline whose name did not tell its family: checked now, chunks resolved."""
+    rollout, evaluation = resolve_chunks(config.rollout, config.eval, adapter)
+    resolved = replace(config, rollout=rollout, eval=evaluation)
+    check_family(resolved, adapter)
+    return resolved

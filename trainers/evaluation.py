@@ -10,6 +10,8 @@ from miles_rollout import Media, RolloutEngine, RolloutParams
 from trainers.config import EvalConfig, RolloutConfig
 from trainers.data import PromptRecord
 from trainers.rewards.scoring import Scorer, Scores
+from trainers.rollouts import with_media
+from trainers.samples import Sample, samples_of
 
 DETERMINISTIC = RolloutParams(sde_type="ode", return_step_indices=())
 
@@ -26,6 +28,10 @@ class Evaluation:
     def mean(self) -> float:
         """Over the samples whose reward did not fail."""
         return self.scores.total[~self.scores.masked].mean().item()
+
+    def samples(self) -> list[Sample]:
+        """Each with its prompt and its score, to look at."""
+        return samples_of(self.media, self.prompts, self.scores.total.tolist())
 
     def metrics(self) -> dict[str, float]:
         """``eval/reward/*``."""
@@ -48,7 +54,7 @@ def evaluate(
 ) -> Evaluation:
     """Sample ``samples_per_prompt`` of each record by the deterministic sampler and score them."""
     records = records[: config.num_prompts]
-    sampling = rollout.sampling() | {"num_inference_steps": config.num_inference_steps}
+    sampling = rollout.arguments(config.num_inference_steps)
     batches = engine.generate(
         [r.prompt for r in records],
         config.samples_per_prompt,
@@ -57,14 +63,15 @@ def evaluate(
         iteration=-1,  # no iteration of a run with this seed has this noise
         metadata=[r.metadata for r in records],
         negative_prompt=rollout.negative_prompt,
-        chunk_size=config.chunk_size,
+        chunk_size=config.rows,
+        decode=False,
         **sampling,
     )
     media: list[Media] = []
     prompts: list[str] = []
     metadata: list[Any] = []
     for batch in batches:
-        media += batch.media or []
+        media += with_media(batch, engine).media or []
         prompts += batch.prompts
         metadata += batch.metadata
     return Evaluation(scores=scorer.score(media, prompts, metadata), media=media, prompts=prompts)
@@ -77,10 +84,11 @@ def before_and_after(
     rollout: RolloutConfig,
     reference: Any,
     scorer: Scorer,
+    count: int = 8,
 ) -> list[Evaluation]:
-    """The same few samples, of prompts from all over the list, before and after training."""
+    """The same ``count`` samples, of prompts from all over the list, before and after training."""
     few = replace(config, num_prompts=None, samples_per_prompt=1)
-    records = records[:: max(1, len(records) // 8)][:8]
+    records = records[:: max(1, len(records) // count)][:count]
     with reference:
         before = evaluate(engine, records, scorer, few, rollout)
     return [before, evaluate(engine, records, scorer, few, rollout)]

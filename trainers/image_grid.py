@@ -1,11 +1,10 @@
-"""Sample images for the eye: one picture with a caption, and a contact sheet of several."""
+"""Pictures as 8 bit files: one, and a contact sheet of several with captions."""
 
 from __future__ import annotations
 
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,26 +17,8 @@ from miles_rollout.shapes import Float
 _MIN_WIDTH, _MARGIN, _FONT_SIZE, _LINES = 192, 6, 12, 6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SampleImage:
-    """An image with what it was made from and what it earned."""
-
-    image: Float[Tensor, "3 height width"]
-    """In 0..1; what is outside is clipped, NaN is black."""
-    prompt: str
-    """Shown up to its 160th character."""
-    reward: float | None = None
-    """Shown behind the prompt, if there is one."""
-
-    @property
-    def caption(self) -> str:
-        """``prompt | reward``."""
-        reward = "" if self.reward is None else f" | {self.reward:.4f}"
-        return self.prompt[:160] + reward
-
-
 def to_pil(image: Float[Tensor, "3 height width"]) -> Image.Image:
-    """8 bit RGB."""
+    """8 bit RGB; what is outside 0..1 is clipped, NaN is black."""
     values = image.detach().float().nan_to_num(nan=0.0).clamp(0, 1).mul(255).round()
     return Image.fromarray(values.to(torch.uint8).permute(1, 2, 0).contiguous().cpu().numpy())
 

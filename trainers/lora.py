@@ -11,7 +11,6 @@ from __future__ import annotations
 import difflib
 import json
 import math
-import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,9 @@ from typing import Any, Literal
 
 import peft
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import save_file
 from torch import nn
 
 from trainers.adapters import (
@@ -46,6 +47,7 @@ __all__ = [
     "load_adapter_tensors",
     "trainable_parameters",
     "use_adapter",
+    "weights_name",
 ]
 
 QWEN_IMAGE_TARGETS = (
@@ -65,6 +67,8 @@ QWEN_IMAGE_TARGETS = (
 """The 12 linear layers of a Qwen-Image block that Flow-GRPO trains."""
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
+_PREFIX = "transformer"
+"""Of the names in every exported file: what loaders of diffusers expect by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,17 +137,28 @@ def attach_lora(
     return sorted(trainable_parameters(module))
 
 
+def weights_name(denoiser: str) -> str:
+    """The file of one denoiser's adapter: that of ``transformer`` has the name loaders look for.
+
+    No other ends alike, or a loader that is given the folder could not choose.
+    """
+    stem, _, end = WEIGHTS_NAME.rpartition(".")
+    return WEIGHTS_NAME if denoiser == "transformer" else f"{stem}_{denoiser}.{end}"
+
+
 def export_lora(
-    pipe_class: Any,
     module: nn.Module,
-    folder: str | os.PathLike[str],
+    path: Path,
     config: LoraConfig,
     *,
     adapter_name: str = "default",
 ) -> Path:
-    """Write the adapter for ``pipe_class.load_lora_weights(folder)`` of stock diffusers.
+    """Write the adapter of one denoiser for stock diffusers.
 
-    Rank and alpha go into the file: without them a loader takes alpha = rank, another strength.
+    ``pipe.load_lora_weights(folder)`` reads the file of ``transformer``, and the denoiser itself
+    reads any: ``pipe.transformer_2.load_lora_adapter(folder, weight_name=...)``, also of a pipeline
+    class without LoRA loading. Rank and alpha go into the file: without them a loader takes alpha =
+    rank, another strength.
     The tensors stay float32. On a bf16 pipeline stock diffusers rounds them to bf16 as it loads
     them, so there the picture is close to that of training; in float32 it is the same.
     """
@@ -156,17 +171,16 @@ def export_lora(
         )
     # Only what says how to apply the tensors: other versions of peft refuse keys unknown to them.
     metadata = {
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "target_modules": sorted(config.targets),
+        f"{_PREFIX}.r": config.rank,
+        f"{_PREFIX}.lora_alpha": config.alpha,
+        f"{_PREFIX}.target_modules": sorted(config.targets),
     }
-    path = Path(folder) / WEIGHTS_NAME
-    partial = path.with_name(f".partial-{WEIGHTS_NAME}")
-    pipe_class.save_lora_weights(
-        path.parent,
-        transformer_lora_layers=adapter_tensors(module, adapter_name),
-        transformer_lora_adapter_metadata=metadata,
-        weight_name=partial.name,
+    partial = path.with_name(f".partial-{path.name}")
+    tensors = adapter_tensors(module, adapter_name)
+    save_file(
+        {f"{_PREFIX}.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()},
+        partial,
+        {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(metadata, sort_keys=True)},
     )
     _sort_header(partial)
     partial.replace(path)

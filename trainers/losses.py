@@ -41,6 +41,17 @@ METRIC_REDUCTIONS: Mapping[str, Literal["mean", "max"]] = {
 }
 """How the terms of each metric become one number. All of them are finite for one element too."""
 
+STREAM_REDUCTIONS: Mapping[str, Literal["mean", "max"]] = {
+    name: METRIC_REDUCTIONS[name]
+    for name in (
+        "ratio_mean",
+        "ratio_abs_minus_1",
+        "log_prob_mean_abs_diff",
+        "log_prob_max_abs_diff",
+    )
+}
+"""Those that are told of each stream as well, where there are several."""
+
 ClipRange = float | int | tuple[float | int, float | int]
 """A ratio is clipped to 1 - low .. 1 + high; one number is both."""
 
@@ -100,6 +111,17 @@ def reduce_metrics(metric_terms: Mapping[str, Tensor]) -> dict[str, float]:
     return {
         name: float(terms.max() if METRIC_REDUCTIONS[name] == "max" else terms.mean())
         for name, terms in metric_terms.items()
+    }
+
+
+def ratio_metrics(log_ratio: Float[Tensor, "..."]) -> dict[str, Tensor]:
+    """The terms of `STREAM_REDUCTIONS` from a raw log-ratio without graph: no loss is in them."""
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return {
+        "ratio_mean": ratio,
+        "ratio_abs_minus_1": (ratio - 1).abs(),
+        "log_prob_mean_abs_diff": log_ratio.abs(),
+        "log_prob_max_abs_diff": log_ratio.abs(),
     }
 
 

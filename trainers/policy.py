@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from trainers.lora import (
     base_model,
     export_lora,
     load_adapter_tensors,
+    weights_name,
 )
 
 
@@ -29,7 +30,10 @@ class PolicyError(MilesRolloutError, ValueError):
 
 
 class Policy:
-    """The trained denoisers of one engine. Rollout and training share the very same modules."""
+    """The trained denoisers of one engine. Rollout and training share the very same modules.
+
+    ``denoisers``: which are trained (None: all that the pipeline has); the others stay as they are.
+    """
 
     def __init__(
         self,
@@ -40,15 +44,12 @@ class Policy:
         gradient_checkpointing: bool = False,
         compile_backend: str | None = None,
         keep_reference: bool = False,
+        denoisers: Sequence[str] | None = None,
     ) -> None:
         self.engine = engine
         self.lora = lora
         pipe = engine.pipe
-        self.modules: dict[str, nn.Module] = {
-            name: module
-            for name in engine.adapter.denoisers
-            if isinstance(module := getattr(pipe, name, None), nn.Module)
-        }
+        self.modules = _trained_modules(engine, denoisers)
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.requires_grad_(False).eval()
@@ -130,10 +131,33 @@ class Policy:
                 _load_full(module, part)
 
     def export(self, folder: Path) -> None:
-        """Write a LoRA for ``load_lora_weights`` of stock diffusers; full weights need none."""
-        if self.lora is not None:
-            (module,) = self.modules.values()
-            export_lora(type(self.engine.pipe), module, folder, self.lora)
+        """Write a LoRA, a file a denoiser, for stock diffusers; full weights need none."""
+        if self.lora is None:
+            return
+        for name, module in self.modules.items():
+            export_lora(module, folder / weights_name(name), self.lora)
+
+    def is_exported(self, folder: Path) -> bool:
+        """Whether `export` has nothing left to write there."""
+        names = [] if self.lora is None else self.modules
+        return all((folder / weights_name(name)).exists() for name in names)
+
+
+def _trained_modules(
+    engine: RolloutEngine, denoisers: Sequence[str] | None
+) -> dict[str, nn.Module]:
+    found = {
+        name: module
+        for name in engine.adapter.denoisers
+        if isinstance(module := getattr(engine.pipe, name, None), nn.Module)
+    }
+    missing = sorted(set(denoisers or ()) - found.keys())
+    if missing or not found:
+        raise PolicyError(
+            f"model.denoisers: this pipeline holds no such denoiser; got "
+            f"{missing or list(engine.adapter.denoisers)}; choose among {sorted(found)}"
+        )
+    return {name: m for name, m in found.items() if denoisers is None or name in denoisers}
 
 
 def _compile(module: Any, backend: str) -> None:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_rollout import RolloutBatch, RolloutEngine, RolloutTrajectory
+from miles_rollout import RolloutBatch, RolloutTrajectory
 from miles_rollout.errors import MilesRolloutError
 from trainers.rewards.scoring import Scores
 
 
 class RecordedRolloutError(MilesRolloutError, RuntimeError):
     """There is no recorded rollout where one was to be read."""
-
-
-def with_media(batch: RolloutBatch, engine: RolloutEngine) -> RolloutBatch:
-    """Decode a batch that was generated without."""
-    media = engine.decode(batch.latents, **batch.trajectory.request)
-    return replace(batch, media=media)
 
 
 def save_rollout(

@@ -1,6 +1,6 @@
 """What a run leaves to look at: ``metrics.jsonl``, ``samples/``, and a Weights & Biases run.
 
-The file is the record; W&B shows the same keys and adds histograms and images. Only the main rank
+The file is the record; W&B shows the same keys and adds histograms and samples. Only the main rank
 writes. W&B cannot resume a run offline, so a resumed training is a fresh run in the same group
 with ``resumed_from`` in its config. W&B's files are in ``output_dir/wandb``; only the debug log of
 its background process goes where ``WANDB_CACHE_DIR`` says.
@@ -19,19 +19,19 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainers.config_loader import STRICT
-from trainers.image_grid import SampleImage, save_grid
 from trainers.metrics_file import MetricsFile, Scalar, TrackingError
+from trainers.samples import Sample, save_samples
 from trainers.versions import library_versions
-from trainers.wandb_run import WandbRun
+from trainers.wandb_run import Shown, WandbRun
 
-__all__ = ["SampleImage", "Tracker", "TrackingConfig", "TrackingError", "save_grid"]
+__all__ = ["Tracker", "TrackingConfig", "TrackingError"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingConfig:
-    """Where metrics go besides ``metrics.jsonl``, and how many images are kept."""
+    """Where metrics go besides ``metrics.jsonl``, and how many samples are kept."""
 
     __pydantic_config__ = STRICT
 
@@ -46,9 +46,9 @@ class TrackingConfig:
     tags: tuple[str, ...] = ()
     """W&B tags."""
     media_every: int = 10
-    """Images every so many iterations; 0: never."""
+    """Pictures or videos every so many iterations; 0: never."""
     num_media: int = 8
-    """Images each time, at most."""
+    """Samples each time, at most."""
     histograms: bool = True
     """Histograms of advantages, ratios and the like in W&B."""
 
@@ -56,12 +56,12 @@ class TrackingConfig:
         if self.media_every < 0:
             raise TrackingError(
                 f"tracking.media_every: must not be negative; got {self.media_every}; "
-                f"set 0 for no images"
+                f"set 0 for no samples"
             )
         if self.num_media < 1:
             raise TrackingError(
                 f"tracking.num_media: must be at least 1; got {self.num_media}; "
-                f"set media_every to 0 for no images"
+                f"set media_every to 0 for no samples"
             )
 
 
@@ -98,7 +98,7 @@ class Tracker:
             self._wandb = self._start_wandb(run_config, resume_from)
 
     def wants_media(self, iteration: int) -> bool:
-        """Whether images of this iteration are due; what is passed at other times is kept too."""
+        """Whether samples of this iteration are due; what is passed at other times is kept too."""
         every = self._config.media_every
         return self._file is not None and every > 0 and iteration % every == 0
 
@@ -108,21 +108,23 @@ class Tracker:
         metrics: Mapping[str, Scalar],
         *,
         histograms: Mapping[str, Tensor] | None = None,
-        images: Mapping[str, Sequence[SampleImage]] | None = None,
+        samples: Mapping[str, Sequence[Sample]] | None = None,
     ) -> None:
         """Record everything about ``iteration``, training and evaluation, in one call.
 
-        Of each list in ``images`` the first ``num_media`` are kept, in W&B and as a contact sheet
-        ``samples/iteration_000012_<key>.png``.
+        Of each list in ``samples`` the first ``num_media`` are kept, in W&B and as a contact sheet
+        ``samples/iteration_000012_<key>.png``; each video also as ``.._<key>_00.mp4``.
         """
         if self._file is None:
             return
         numbers = self._file.write(iteration, metrics)
-        shown = {k: list(v)[: self._config.num_media] for k, v in (images or {}).items() if v}
-        for key, samples in shown.items():
-            name = f"iteration_{iteration:06d}_{key.replace('/', '_')}.png"
-            captions = [sample.caption for sample in samples]
-            save_grid(self._folder / "samples" / name, [s.image for s in samples], captions)
+        shown: dict[str, list[Shown]] = {}
+        for key, given in (samples or {}).items():
+            kept_samples = list(given)[: self._config.num_media]
+            if kept_samples:
+                name = f"iteration_{iteration:06d}_{key.replace('/', '_')}"
+                files = save_samples(self._folder / "samples", name, kept_samples)
+                shown[key] = list(zip(kept_samples, files, strict=True))
         if self._wandb is not None:
             kept = (histograms or {}) if self._config.histograms else {}
             self._wandb.log(iteration, numbers, kept, shown)

@@ -6,13 +6,8 @@ and noise are keyed by the number, so a resumed run repeats an uninterrupted one
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import logging
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -21,8 +16,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from miles_rollout import RolloutBatch, RolloutEngine
-from trainers import recorded
-from trainers.advantages import zero_std_groups
 from trainers.algorithm import Algorithm
 from trainers.checkpoint import (
     checkpoint_folder,
@@ -33,15 +26,16 @@ from trainers.checkpoint import (
 )
 from trainers.config import TrainConfig
 from trainers.config_loader import to_tree
-from trainers.data import PromptRecord, PromptSampler
+from trainers.data import PromptRecord
 from trainers.evaluation import Evaluation, before_and_after, evaluate
-from trainers.image_grid import SampleImage, save_grid
+from trainers.iteration_metrics import Clock, log_prob_metrics, reward_metrics, update_metrics
 from trainers.policy import Policy
-from trainers.rewards.scoring import Scorer, Scores
+from trainers.rewards.scoring import Scorer
+from trainers.rollouts import Rollouts
+from trainers.run_state import prompt_digests, warn_of_changes, write_atomically
+from trainers.samples import Sample, samples_of, save_samples
 from trainers.tracking import Tracker
 from trainers.update import TrainChunk, TrainingError, run_update
-
-logger = logging.getLogger(__name__)
 
 
 @final
@@ -63,11 +57,8 @@ class Trainer:
         self.policy = policy
         self.algorithm = algorithm
         self.scorer = scorer
-        self.train_prompts = list(train_prompts)
+        self.rollouts = Rollouts(config, engine, scorer, train_prompts)
         self.eval_prompts = list(eval_prompts)
-        self.sampler = PromptSampler(
-            len(self.train_prompts), config.rollout.num_prompts, config.seed
-        )
         optim = config.optim
         self._settings: dict[str, Any] = {
             "lr": optim.lr,
@@ -118,14 +109,13 @@ class Trainer:
         self.iteration = state["iteration"]
         self.num_updates = state["num_updates"]
         self.best = dict(state["best"])
-        _warn_of_changes(
+        warn_of_changes(
             state["config"] | {"prompts": state["prompts"]},
             to_tree(self.config) | {"prompts": self._prompts()},
         )
 
     def _prompts(self) -> dict[str, str]:
-        """What the files held, by digest: their names in the config may stay and their lines not."""
-        return {"train": _digest(self.train_prompts), "eval": _digest(self.eval_prompts)}
+        return prompt_digests(self.rollouts.prompts, self.eval_prompts)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -140,27 +130,30 @@ class Trainer:
         if not checkpoint_folder(self.checkpoints, self.iteration).exists():
             self.save()
         evaluation = self._evaluate()
-        tracker.log(self.iteration, evaluation.metrics(), images=self._eval_images(evaluation))
+        tracker.log(self.iteration, evaluation.metrics(), samples=self._eval_samples(evaluation))
         if self.policy.has_reference:
             self._show_before_and_after()
 
     def _one_iteration(self, tracker: Tracker, bar: tqdm[Any]) -> None:
         started = time.perf_counter()
         metrics: dict[str, Any] = {}
-        images: dict[str, list[SampleImage]] = {}
+        samples: dict[str, list[Sample]] = {}
         every = self.config.eval.every
-        clock = _Clock()
+        clock = Clock()
         if self.iteration == 0 or (every and self.iteration % every == 0):
             with clock.time("eval_s"):
                 evaluation = self._evaluate()
             metrics |= evaluation.metrics()
-            images |= self._eval_images(evaluation)
-        batches, scores = self._rollout(clock)
+            samples |= self._eval_samples(evaluation)
+        batches, scores = self.rollouts.collect(self.iteration, clock)
         group_ids = torch.cat([batch.group_ids for batch in batches])
         advantages = self.algorithm.advantages(scores.total, group_ids)
-        metrics |= _reward_metrics(scores, group_ids) | _log_prob_metrics(batches)
-        if tracker.wants_media(self.iteration):
-            images["rollout/samples"] = _batch_images(batches, scores)
+        metrics |= reward_metrics(scores, group_ids) | log_prob_metrics(batches)
+        media = [m for b in batches for m in b.media or []]  # a recorded rollout has none
+        if media and tracker.wants_media(self.iteration):
+            prompts = [p for b in batches for p in b.prompts]
+            samples["rollout/samples"] = samples_of(media, prompts, scores.total.tolist())
+        del media
         with clock.time("train_s"):
             trained, histograms = self._train(batches, advantages, ~scores.masked)
         metrics |= trained
@@ -169,60 +162,14 @@ class Trainer:
         spent = clock.seconds["iteration_s"] - clock.seconds["eval_s"]
         metrics["perf/samples_per_s"] = len(group_ids) / spent
         histograms["train/advantages"] = advantages
-        tracker.log(self.iteration, metrics, histograms=histograms, images=images)
-        bar.set_postfix(
-            reward=f"{metrics['rollout/reward/mean']:.3f}",
-            ratio_gap=f"{metrics['train/ratio_abs_minus_1']:.0e}",
-        )
+        tracker.log(self.iteration, metrics, histograms=histograms, samples=samples)
+        shown = {"reward": f"{metrics['rollout/reward/mean']:.3f}"}
+        if "train/ratio_abs_minus_1" in metrics:
+            shown["ratio_gap"] = f"{metrics['train/ratio_abs_minus_1']:.0e}"
+        bar.set_postfix(shown)
         self.iteration += 1
         if self.iteration % self.config.checkpoint.every == 0:
             self.save()
-
-    def _rollout(self, clock: _Clock) -> tuple[list[RolloutBatch], Scores]:
-        """Sample, decode and score an iteration; or read one that was recorded."""
-        if self.config.debug.load_rollouts:
-            with clock.time("rollout_s"):
-                return recorded.load_rollout(Path(self.config.debug.load_rollouts), self.iteration)
-        batches = []
-        chunks = self._chunks()
-        while True:
-            with clock.time("rollout_s"):
-                batch = next(chunks, None)
-            if batch is None:
-                break
-            with clock.time("decode_s"):
-                batches.append(recorded.with_media(batch, self.engine))
-        with clock.time("reward_s"):
-            scores = self.scorer.score(
-                [m for b in batches for m in b.media or []],
-                [p for b in batches for p in b.prompts],
-                [m for b in batches for m in b.metadata],
-            )
-        for cause in scores.errors[:3]:
-            logger.warning("reward failed, sample masked: %s", cause)
-        if self.config.debug.save_rollouts:
-            recorded.save_rollout(self.output_dir / "rollouts", self.iteration, batches, scores)
-        return batches, scores
-
-    def _chunks(self) -> Iterator[RolloutBatch]:
-        rollout = self.config.rollout
-        window = rollout.window.choose(
-            self.iteration, rollout.num_inference_steps, self.config.seed
-        )
-        records = [self.train_prompts[i] for i in self.sampler.indices(self.iteration)]
-        yield from self.engine.generate(
-            [record.prompt for record in records],
-            rollout.group_size,
-            rollout.params(window),
-            seed=self.config.seed,
-            iteration=self.iteration,
-            metadata=[record.metadata for record in records],
-            negative_prompt=rollout.negative_prompt,
-            chunk_size=rollout.rows,
-            same_noise=rollout.same_noise,
-            decode=False,
-            **rollout.sampling(),
-        )
 
     def _train(
         self, batches: Sequence[RolloutBatch], advantages: Tensor, live: Tensor
@@ -243,7 +190,7 @@ class Trainer:
                 f"{len(chunks)} for optim.updates_per_iteration {optim.updates_per_iteration}; set "
                 "a divisor"
             )
-        result: dict[str, float] = {}
+        gaps: dict[str, float] = {}
         records: list[dict[str, float]] = []
         histograms: dict[str, Tensor] = {}
         for update in range(optim.updates_per_iteration):
@@ -258,16 +205,15 @@ class Trainer:
                 max_grad_norm=optim.max_grad_norm,
             )
             self.num_updates += 1
-            reduced = metrics.reduce() | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr}
-            records.append(reduced)
+            reduced = metrics.reduce()
+            records.append(reduced | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr})
             if update == 0:
                 gaps = metrics.step_gaps()
-                result |= {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
-                self._check_consistency(reduced["ratio_abs_minus_1"], gaps)
-            histograms[f"train/ratios/update_{update}"] = metrics.ratios
-            for name in ("ratio_abs_minus_1", "clipfrac", "loss", "grad_norm"):
-                result[f"train/{name}/update_{update}"] = reduced[name]
-        return _over_updates(records) | result, histograms
+                self._check_consistency(reduced.get("ratio_abs_minus_1", 0.0), gaps)
+            if metrics.ratios is not None:
+                histograms[f"train/ratios/update_{update}"] = metrics.ratios
+        told = {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
+        return update_metrics(records) | told, histograms
 
     def _set_lr(self) -> float:
         warmup = self.config.optim.warmup_updates
@@ -308,13 +254,13 @@ class Trainer:
         folder = checkpoint_folder(self.checkpoints, int(self.best["iteration"]))
         pointer = self.checkpoints / "best.json"
         if folder.exists():
-            _write_atomically(pointer, {**self.best, "folder": folder.name})
+            write_atomically(pointer, {**self.best, "folder": folder.name})
         else:
             pointer.unlink(missing_ok=True)
 
-    def _eval_images(self, evaluation: Evaluation) -> dict[str, list[SampleImage]]:
+    def _eval_samples(self, evaluation: Evaluation) -> dict[str, list[Sample]]:
         wanted = self.config.tracking.media_every > 0
-        return {"eval/samples": _sample_images(evaluation)} if wanted else {}
+        return {"eval/samples": evaluation.samples()} if wanted else {}
 
     def _show_before_and_after(self) -> None:
         pair = before_and_after(
@@ -324,116 +270,10 @@ class Trainer:
             self.config.rollout,
             self.policy.reference(),
             self.scorer,
+            count=min(self.config.tracking.num_media, 8),
         )
-        rows = [[*_sample_images(e)] for e in pair]
-        samples = [s for both in zip(*rows, strict=True) for s in both]
+        samples = [s for both in zip(*(e.samples() for e in pair), strict=True) for s in both]
         captions = [
             f"{'before' if i % 2 == 0 else 'after'}: {s.caption}" for i, s in enumerate(samples)
         ]
-        save_grid(
-            self.output_dir / "samples" / "before_after.png", [s.image for s in samples], captions
-        )
-
-
-class _Clock:
-    """Seconds by name."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(
-            ("eval_s", "rollout_s", "decode_s", "reward_s", "train_s"), 0.0
-        )
-
-    @contextlib.contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] += time.perf_counter() - started
-
-
-_FIRST_UPDATE = ("ratio_abs_minus_1", "log_prob_mean_abs_diff", "log_prob_max_abs_diff")
-"""There the policy is the one that sampled, so these are pure error; later they are the training."""
-
-
-def _over_updates(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """``train/*`` of an iteration: the mean over its updates, except for what tells of errors."""
-    means = {name: sum(r[name] for r in records) / len(records) for name in records[0]}
-    means |= {name: records[0][name] for name in _FIRST_UPDATE if name in means}
-    means["lr"] = records[-1]["lr"]
-    return {f"train/{name}": value for name, value in means.items()}
-
-
-def _reward_metrics(scores: Scores, group_ids: Tensor) -> dict[str, float]:
-    live = scores.total[~scores.masked]
-    metrics = {
-        "rollout/reward/mean": live.mean().item(),
-        "rollout/reward/std": live.std().item() if len(live) > 1 else 0.0,
-        "rollout/reward/zero_std_groups": zero_std_groups(scores.total, group_ids),
-        "rollout/reward/masked": int(scores.masked.sum()),
-    }
-    means = scores.component_means()
-    return metrics | {f"rollout/reward/{name}": value for name, value in means.items()}
-
-
-def _log_prob_metrics(batches: Sequence[RolloutBatch]) -> dict[str, float]:
-    first = batches[0].trajectory
-    joint = torch.cat([b.trajectory.log_probs for b in batches])
-    metrics = {"rollout/log_prob/mean": joint[:, list(first.replayable_steps)].mean().item()}
-    for name, stream in first.streams.items():
-        log_probs = torch.cat([b.trajectory.streams[name].log_probs for b in batches])
-        for step in stream.sde_step_indices:
-            metrics[f"rollout/log_prob/{name}/step_{step}"] = log_probs[:, step].mean().item()
-    return metrics
-
-
-def _batch_images(batches: Sequence[RolloutBatch], scores: Scores) -> list[SampleImage]:
-    media = [m for b in batches for m in b.media or []]
-    prompts = [p for b in batches for p in b.prompts]
-    return [
-        SampleImage(image=m.image, prompt=p, reward=r)
-        for m, p, r in zip(media, prompts, scores.total.tolist(), strict=False)
-        if m.image is not None
-    ]
-
-
-def _sample_images(evaluation: Evaluation) -> list[SampleImage]:
-    rewards = evaluation.scores.total.tolist()
-    return [
-        SampleImage(image=m.image, prompt=p, reward=r)
-        for m, p, r in zip(evaluation.media, evaluation.prompts, rewards, strict=True)
-        if m.image is not None
-    ]
-
-
-def _warn_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Say which settings of a resumed run are not those of the run that it continues."""
-    ours = ("iterations", "resume", "output_dir", "tracking", "debug")
-    before, now = (
-        _leaves({key: value for key, value in tree.items() if key not in ours})
-        for tree in (saved, current)
-    )
-    changed = [
-        f"{key} {before.get(key)!r} -> {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if changed:
-        logger.warning("resume: settings differ from the saved run's: %s", "; ".join(changed))
-
-
-def _digest(records: Sequence[PromptRecord]) -> str:
-    content = repr([(record.prompt, dict(record.metadata)) for record in records])
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {}
-        leaves |= inner or {f"{prefix}{key}": value}
-    return leaves
-
-
-def _write_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(dict(content), indent=1) + "\n")
-    os.replace(partial, path)
+        save_samples(self.output_dir / "samples", "before_after", samples, captions)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from miles_rollout import Replay, RolloutBatch, RolloutEngine
 from miles_rollout.errors import MilesRolloutError
 from trainers.algorithm import Algorithm, LossTerms
+from trainers.losses import STREAM_REDUCTIONS, ratio_metrics
 from trainers.policy import Policy
 
 
@@ -34,36 +35,36 @@ class UpdateMetrics:
     """Collects the per-row terms of an update; reduced once, so that ragged parts weigh right."""
 
     def __init__(self, reductions: Mapping[str, str]) -> None:
-        self._reductions = reductions
+        self._reductions = {**STREAM_REDUCTIONS, **reductions}
         self._terms: dict[str, list[Tensor]] = {}
-        self._steps: dict[int, list[Tensor]] = {}
+        self._gaps: dict[str, list[Tensor]] = {}
         self.loss = 0.0
 
-    def add(self, step: int, terms: LossTerms, gap: Tensor) -> None:
-        """The terms of one step of one micro-batch, and |new - old| of its log-probs."""
-        for name, values in terms.metrics.items():
+    def add(self, terms: Mapping[str, Tensor], gaps: Mapping[str, Tensor]) -> None:
+        """What one step of one micro-batch gave: metrics, and |new - old| of its log-probs."""
+        for name, values in terms.items():
             self._terms.setdefault(name, []).append(values)
-        self._steps.setdefault(step, []).append(gap)
+        for name, gap in gaps.items():
+            self._gaps.setdefault(name, []).append(gap)
 
     @property
-    def ratios(self) -> Tensor:
-        """Every ratio of the update."""
-        return torch.cat(self._terms["ratio_mean"])
+    def ratios(self) -> Tensor | None:
+        """Every ratio of the update, if the algorithm has one."""
+        parts = self._terms.get("ratio_mean")
+        return None if parts is None else torch.cat(parts)
 
     def reduce(self) -> dict[str, float]:
         """One number a metric."""
         reduced = {}
         for name, parts in self._terms.items():
             values = torch.cat(parts)
-            largest = self._reductions[name] == "max"
+            largest = self._reductions[name.partition("/")[0]] == "max"
             reduced[name] = (values.max() if largest else values.mean()).item()
         return reduced
 
     def step_gaps(self) -> dict[str, float]:
-        """The largest log-prob gap of each step."""
-        return {
-            f"step_{s}": torch.cat(gaps).max().item() for s, gaps in sorted(self._steps.items())
-        }
+        """The largest log-prob gap of each step, joint and of each stream."""
+        return {name: torch.cat(gaps).max().item() for name, gaps in self._gaps.items()}
 
 
 def run_update(
@@ -88,13 +89,13 @@ def run_update(
     for chunk in chunks:
         for rows in _micro_batches(len(chunk.weights), micro_batch_size):
             for step in steps[id(chunk)]:
-                terms, gap = _terms(engine, policy, algorithm, chunk, step, rows)
+                terms, told, gaps = _terms(engine, policy, algorithm, chunk, step, rows)
                 weights = chunk.weights if rows is None else chunk.weights[rows]
                 loss = (terms.loss * weights.to(terms.loss)).sum() / max(count, 1)
                 _check_loss(terms.loss, chunk, step, rows)
                 loss.backward()
                 metrics.loss += loss.item()
-                metrics.add(step, terms, gap)
+                metrics.add({**terms.metrics, **told}, gaps)
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm).item()
     if not torch.tensor(grad_norm).isfinite():
         raise TrainingError(
@@ -112,12 +113,15 @@ def _terms(
     chunk: TrainChunk,
     step: int,
     rows: list[int] | None,
-) -> tuple[LossTerms, Tensor]:
+) -> tuple[LossTerms, dict[str, Tensor], dict[str, Tensor]]:
+    """The loss of a step, the metrics of its streams, and the gaps of its log-probs."""
     trajectory = chunk.batch.trajectory
-    old = trajectory.log_probs[:, step]
+    old_streams = {name: s.log_probs[:, step] for name, s in trajectory.streams.items()}
+    old = trajectory.joint(old_streams, step)
     advantages = chunk.advantages
     if rows is not None:
         old, advantages = old[rows], advantages[rows]
+        old_streams = {name: values[rows] for name, values in old_streams.items()}
     replay = engine.replay(trajectory, step, rows)
     reference: Replay | None = None
     if algorithm.needs_reference:
@@ -125,7 +129,14 @@ def _terms(
             reference = engine.replay(trajectory, step, rows)
     old = old.to(replay.log_prob.device)
     terms = algorithm.terms(replay, old, advantages.to(old.device), reference)
-    return terms, (replay.log_prob.detach() - old).abs()
+    told: dict[str, Tensor] = {}
+    gaps = {f"step_{step}": (replay.log_prob.detach() - old).abs()}
+    if len(trajectory.streams) > 1:
+        for name, stream in replay.streams.items():
+            log_ratio = stream.log_prob.detach() - old_streams[name].to(old.device)
+            told |= {f"{key}/{name}": value for key, value in ratio_metrics(log_ratio).items()}
+            gaps[f"{name}/step_{step}"] = log_ratio.abs()
+    return terms, told, gaps
 
 
 def _micro_batches(rows: int, size: int | None) -> Iterator[list[int] | None]:

@@ -17,9 +17,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from trainers.image_grid import SampleImage, to_pil
+from trainers.image_grid import to_pil
+from trainers.samples import Sample
 
-Images: TypeAlias = Mapping[str, Sequence[SampleImage]]
+Shown: TypeAlias = tuple[Sample, Path | None]
+"""A sample, and the file that holds it if it is a video."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +39,11 @@ class WandbRun:
         iteration: int,
         metrics: Mapping[str, float | int | None],
         histograms: Mapping[str, Tensor],
-        images: Images,
+        samples: Mapping[str, Sequence[Shown]],
     ) -> None:
         """One row of the run's history."""
         if self._run is not None:
-            self._guard("log", lambda: self._log(iteration, metrics, histograms, images))
+            self._guard("log", lambda: self._log(iteration, metrics, histograms, samples))
 
     def close(self, *, failed: bool) -> None:
         """Can be called twice."""
@@ -70,7 +72,7 @@ class WandbRun:
         iteration: int,
         metrics: Mapping[str, float | int | None],
         histograms: Mapping[str, Tensor],
-        images: Images,
+        samples: Mapping[str, Sequence[Shown]],
     ) -> None:
         import wandb
 
@@ -80,8 +82,14 @@ class WandbRun:
             finite = values[torch.isfinite(values)]
             if finite.numel():
                 row[key] = wandb.Histogram(finite.cpu().numpy())
-        for key, samples in images.items():
-            row[key] = [wandb.Image(to_pil(s.image), caption=s.caption) for s in samples]
+        for key, shown in samples.items():
+            row[key] = [
+                wandb.Image(to_pil(sample.picture), caption=sample.caption)
+                if path is None
+                # An encoded file, which W&B copies: of arrays it makes a video without sound.
+                else wandb.Video(str(path), caption=sample.caption, format="mp4")
+                for sample, path in shown
+            ]
         # By name: how deep "*" reaches into keys such as a/b/c is W&B's affair.
         for key in sorted(row.keys() - self._defined):
             self._run.define_metric(key, step_metric="iteration")

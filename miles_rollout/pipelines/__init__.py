@@ -19,11 +19,28 @@ ADAPTERS = {
 
 def adapter_for(pipe: Any) -> PipelineAdapter:
     """The adapter of a pipeline's class or of the nearest base class that has one."""
-    for cls in type(pipe).__mro__:
+    return adapter_for_class(type(pipe))
+
+
+def adapter_for_class(pipe_class: type) -> PipelineAdapter:
+    """The same for a class of which there is no object yet."""
+    for cls in pipe_class.__mro__:
         if cls.__name__ in ADAPTERS:
-            module, _, name = ADAPTERS[cls.__name__].partition(":")
-            return getattr(importlib.import_module(module), name)()
+            return adapter_named(cls.__name__)
     return GenericAdapter()
 
 
-__all__ = ["ADAPTERS", "GenericAdapter", "PipelineAdapter", "adapter_for"]
+def adapter_named(class_name: str) -> PipelineAdapter:
+    """The adapter that `ADAPTERS` has for a pipeline class, which is not imported."""
+    module, _, name = ADAPTERS[class_name].partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+__all__ = [
+    "ADAPTERS",
+    "GenericAdapter",
+    "PipelineAdapter",
+    "adapter_for",
+    "adapter_for_class",
+    "adapter_named",
+]

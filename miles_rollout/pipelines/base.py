@@ -65,6 +65,13 @@ class PipelineAdapter(ABC):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse a pipeline call that would be rolled out wrongly."""
 
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:  # noqa: B027
+        """Refuse sampling arguments that are wrong for every pipeline of the family, if any are."""
+
+    def num_steps(self, num_inference_steps: int) -> int:
+        """T, the denoiser evaluations that ``num_inference_steps`` asks for."""
+        return num_inference_steps
+
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the pipeline will take them, where it fills in or rounds some."""
         return dict(request)

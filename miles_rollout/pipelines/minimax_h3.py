@@ -17,6 +17,7 @@ from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapte
 from miles_rollout.pipelines.minimax_h3_request import (
     GUIDANCE,
     check_guidance,
+    check_points,
     check_request,
     refuse,
     resolve_request,
@@ -45,6 +46,15 @@ class MiniMaxH3Adapter(PipelineAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse what the pipeline would ignore, draw from the global RNG, or fail on midway."""
         check_request(pipe, request)
+
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse guidance, and a schedule of one point."""
+        check_guidance(sampling)
+        check_points(sampling)
+
+    def num_steps(self, num_inference_steps: int) -> int:
+        """One less than the grid points, of which the last is clean."""
+        return num_inference_steps - 1
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With the frame count on the VAE's grid, and the canvas of a text without a size."""

@@ -35,13 +35,7 @@ def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
             ", ".join(unknown),
             f"one of {', '.join(sorted(known))}",
         )
-    points = given.get("num_inference_steps")
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-        refuse(
-            "MiniMax H3 counts grid points, the last one clean, so N drive N - 1 evaluations",
-            f"num_inference_steps={points}",
-            "num_inference_steps >= 2",
-        )
+    check_points(given)
     if "generator" not in given and not {"latents", "audio_latents"} <= set(given):
         refuse(
             "the noise of one stream would come from the global RNG",
@@ -61,6 +55,17 @@ def check_guidance(request: Mapping[str, Any]) -> None:
                 f"{name}={scale}",
                 f"{name}=1, or leave it out",
             )
+
+
+def check_points(request: Mapping[str, Any]) -> None:
+    """Refuse a schedule without an evaluation."""
+    points = request.get("num_inference_steps")
+    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
+        refuse(
+            "MiniMax H3 counts grid points, the last one clean, so N drive N - 1 evaluations",
+            f"num_inference_steps={points}",
+            "num_inference_steps >= 2",
+        )
 
 
 def resolve_request(pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:

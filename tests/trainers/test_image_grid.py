@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trainers.image_grid import SampleImage, save_grid, to_pil
+from trainers.image_grid import save_grid, to_pil
 
 
 def test_values_are_rounded_and_clipped() -> None:
@@ -16,14 +16,6 @@ def test_values_are_rounded_and_clipped() -> None:
 
 def test_bfloat16_images_are_taken() -> None:
     assert to_pil(torch.ones(3, 4, 5, dtype=torch.bfloat16)).size == (5, 4)
-
-
-def test_caption_is_the_prompts_start_and_the_reward() -> None:
-    image = torch.zeros(3, 2, 2)
-    assert SampleImage(image=image, prompt="x" * 200, reward=1 / 3).caption == (
-        "x" * 160 + " | 0.3333"
-    )
-    assert SampleImage(image=image, prompt="a cat").caption == "a cat"
 
 
 def test_sheet_holds_every_image_and_its_caption(tmp_path: Path) -> None:

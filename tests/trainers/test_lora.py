@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from miles_rollout.testing import tiny_qwen_image
 from trainers.lora import (
     QWEN_IMAGE_TARGETS,
+    WEIGHTS_NAME,
     LoraConfig,
     LoraError,
     adapter_tensors,
@@ -301,7 +302,7 @@ def test_stock_diffusers_reproduces_the_trained_picture_from_the_export(tmp_path
     attach_lora(pipe.transformer, SMALL, seed=3)
     _move_b(pipe.transformer)
     trained = _picture(pipe)
-    path = export_lora(QwenImagePipeline, pipe.transformer, tmp_path, SMALL)
+    path = export_lora(pipe.transformer, tmp_path / WEIGHTS_NAME, SMALL)
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
     stock = tiny_qwen_image()
@@ -324,7 +325,7 @@ def test_without_metadata_the_export_would_have_another_strength(tmp_path: Any) 
 
 def test_export_holds_the_float32_tensors_and_how_to_apply_them(tmp_path: Any) -> None:
     module = _adapted(torch.bfloat16)
-    with safe_open(export_lora(QwenImagePipeline, module, tmp_path, SMALL), "pt") as file:
+    with safe_open(export_lora(module, tmp_path / WEIGHTS_NAME, SMALL), "pt") as file:
         how = json.loads(file.metadata()["lora_adapter_metadata"])
         held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert (how["transformer.r"], how["transformer.lora_alpha"]) == (4, 16.0)
@@ -336,7 +337,7 @@ def test_export_holds_the_float32_tensors_and_how_to_apply_them(tmp_path: Any) -
 
 def test_export_refuses_a_config_that_is_not_the_adapters(tmp_path: Any) -> None:
     with pytest.raises(LoraError, match=r"got \(4, 8\.0\) for \(4, 16\.0\)"):
-        export_lora(QwenImagePipeline, _adapted(), tmp_path, LoraConfig(rank=4, alpha=8.0))
+        export_lora(_adapted(), tmp_path / "x", LoraConfig(rank=4, alpha=8.0))
 
 
 @pytest.mark.parametrize("train_mode", [True, False])

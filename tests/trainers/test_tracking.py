@@ -12,8 +12,10 @@ import wandb
 from PIL import Image
 from wandb.sdk import wandb_run
 
+from miles_rollout import Media
 from tests.wandb_reader import read_run, run_folders
-from trainers.tracking import SampleImage, Tracker, TrackingConfig, TrackingError
+from trainers.samples import Sample
+from trainers.tracking import Tracker, TrackingConfig, TrackingError
 from trainers.versions import library_versions
 
 OFF = TrackingConfig(wandb="disabled")
@@ -28,8 +30,9 @@ def _lines(folder: Path) -> list[str]:
     return (folder / "metrics.jsonl").read_text().splitlines()
 
 
-def _sample(value: float = 0.5, prompt: str = "a cat") -> SampleImage:
-    return SampleImage(image=torch.full((3, 16, 16), value), prompt=prompt, reward=0.25)
+def _sample(value: float = 0.5, prompt: str = "a cat") -> Sample:
+    media = Media(image=torch.full((3, 16, 16), value))
+    return Sample(media=media, prompt=prompt, reward=0.25)
 
 
 def test_one_line_an_iteration_with_iteration_first_and_sorted_keys(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_resume_of_a_run_that_never_logged(tmp_path: Path) -> None:
 
 def test_only_the_main_rank_writes(tmp_path: Path) -> None:
     with Tracker(tmp_path / "run", TrackingConfig(), {}, is_main=False) as tracker:
-        tracker.log(0, {"a": 1.0}, images={"x": [_sample()]})
+        tracker.log(0, {"a": 1.0}, samples={"x": [_sample()]})
         assert not tracker.wants_media(0)
     assert not list(tmp_path.iterdir())
 
@@ -134,7 +137,7 @@ def test_offline_wandb_holds_what_was_logged(tmp_path: Path) -> None:
                 iteration,
                 {"train/loss": 0.5, "rollout/log_prob/image/step_3": -1.5, "bad": math.nan},
                 histograms={"train/ratio": ratios, "empty": torch.tensor([math.nan])},
-                images={"samples/train": [_sample(v, "p" * 300) for v in (0.1, 0.5, 0.9)]},
+                samples={"samples/train": [_sample(v, "p" * 300) for v in (0.1, 0.5, 0.9)]},
             )
     (folder,) = run_folders(tmp_path)
     run = read_run(folder)
@@ -231,7 +234,7 @@ def test_contact_sheets_go_to_samples(tmp_path: Path) -> None:
     config = TrackingConfig(wandb="disabled", num_media=3, media_every=5)
     with Tracker(tmp_path, config, {}) as tracker:
         assert [i for i in range(11) if tracker.wants_media(i)] == [0, 5, 10]
-        tracker.log(5, {}, images={"rollout/best": [_sample()] * 4, "none": []})
+        tracker.log(5, {}, samples={"rollout/best": [_sample()] * 4, "none": []})
     (path,) = (tmp_path / "samples").iterdir()
     assert path.name == "iteration_000005_rollout_best.png"
     with Image.open(path) as sheet:

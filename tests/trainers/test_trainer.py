@@ -28,7 +28,7 @@ TWO_UPDATES = "optim.updates_per_iteration=2"
 
 
 def _rollout(trainer: Trainer) -> list[RolloutBatch]:
-    return list(trainer._chunks())
+    return list(trainer.rollouts.chunks(trainer.iteration))
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,8 @@ def test_prompts_and_noise_follow_seed_and_iteration(live: Any, tmp_path: Path) 
     for iteration in (0, 1, 0):
         trainer.iteration = iteration
         batches = _rollout(trainer)
-        records = [trainer.train_prompts[i] for i in trainer.sampler.indices(iteration)]
+        rollouts = trainer.rollouts
+        records = [rollouts.prompts[i] for i in rollouts.sampler.indices(iteration)]
         for number, batch in enumerate(batches):
             assert batch.prompts == [record.prompt for record in records]
             assert batch.sample_ids.tolist() == [number] * 2
@@ -154,8 +155,7 @@ def test_the_window_of_the_iteration_is_rolled_out(tmp_path: Path) -> None:
     trainer = build_trainer(config, read_inputs(config))
     found = []
     for iteration in range(4):
-        trainer.iteration = iteration
-        found.append(next(trainer._chunks()).trajectory.replayable_steps)
+        found.append(next(trainer.rollouts.chunks(iteration)).trajectory.replayable_steps)
     assert found == [window.choose(i, 4, config.seed) for i in range(4)]
     assert len(set(found)) > 1
 
@@ -202,7 +202,8 @@ def test_the_denoiser_runs_no_more_than_it_must(tmp_path: Path) -> None:
     evaluated = (2 + 2 + 8 + 8) * 2 * branches  # first, last, the pictures of before and after
     assert counts["rollout"] - evaluated == 2 * 8 * 4 * branches, "iterations x samples x steps"
     assert counts["train"] == 2 * 8 * 2 * branches, "iterations x samples x window"
-    assert len(set(trainer.sampler.indices(0)) | set(trainer.sampler.indices(1))) == 4
+    sampler = trainer.rollouts.sampler
+    assert len(set(sampler.indices(0)) | set(sampler.indices(1))) == 4
     assert counts["text"] == 4 + 9 + 1, "4 training and 9 held-out prompts, and the negative one"
 
 
@@ -236,16 +237,16 @@ def test_training_on_other_weights_than_sampled_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = tiny_trainer(tmp_path, "checks.max_ratio_abs_minus_1=1e-6")
-    sample = trainer._rollout
+    sample = trainer.rollouts.collect
 
-    def sample_then_move(clock: Any) -> Any:
-        rolled_out = sample(clock)
+    def sample_then_move(*arguments: Any) -> Any:
+        rolled_out = sample(*arguments)
         with torch.no_grad():
             for parameter in trainer.policy.parameters.values():
                 parameter.add_(0.01)
         return rolled_out
 
-    monkeypatch.setattr(trainer, "_rollout", sample_then_move)
+    monkeypatch.setattr(trainer.rollouts, "collect", sample_then_move)
     with pytest.raises(
         TrainingError,
         match=r"replay is not the rollout.* above 1e-06, largest at step_\d \(log-prob gap",
@@ -336,7 +337,7 @@ def _scripted(monkeypatch: pytest.MonkeyPatch, means: list[float]) -> None:
 
     monkeypatch.setattr(trainers.trainer, "evaluate", evaluate)
     monkeypatch.setattr(Trainer, "_show_before_and_after", lambda self: None)
-    monkeypatch.setattr(trainers.trainer, "_sample_images", lambda evaluation: [])
+    monkeypatch.setattr(Evaluation, "samples", lambda evaluation: [])
 
 
 def test_the_best_checkpoint_outlives_newer_ones(

@@ -263,5 +263,5 @@ def test_reduction_weighs_every_row_alike() -> None:
     metrics = UpdateMetrics({"a": "mean", "b": "max"})
     for values in ([1.0, 2.0, 3.0], [10.0]):
         rows = torch.tensor(values)
-        metrics.add(0, LossTerms(loss=rows, metrics={"a": rows, "b": rows}), rows)
+        metrics.add({"a": rows, "b": rows}, {"step_0": rows})
     assert metrics.reduce() == {"a": 4.0, "b": 10.0}

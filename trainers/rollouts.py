@@ -1,0 +1,90 @@
+"""An iteration's samples with their scores: sampled, decoded and scored, or read from a record."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+from miles_rollout import RolloutBatch, RolloutEngine
+from trainers import recorded
+from trainers.config import TrainConfig
+from trainers.data import PromptRecord, PromptSampler
+from trainers.iteration_metrics import Clock
+from trainers.rewards.scoring import Scorer, Scores
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Rollouts:
+    """Prompts, window and noise are functions of (seed, iteration); the weights are those of now."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        engine: RolloutEngine,
+        scorer: Scorer,
+        prompts: Sequence[PromptRecord],
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.scorer = scorer
+        self.prompts = list(prompts)
+        self.sampler = PromptSampler(len(self.prompts), config.rollout.num_prompts, config.seed)
+
+    def collect(self, iteration: int, clock: Clock) -> tuple[list[RolloutBatch], Scores]:
+        """Sample, decode and score an iteration; or read one that was recorded."""
+        debug = self.config.debug
+        if debug.load_rollouts:
+            with clock.time("rollout_s"):
+                return recorded.load_rollout(Path(debug.load_rollouts), iteration)
+        batches = []
+        chunks = self.chunks(iteration)
+        while True:
+            with clock.time("rollout_s"):
+                batch = next(chunks, None)
+            if batch is None:
+                break
+            with clock.time("decode_s"):
+                batches.append(with_media(batch, self.engine))
+        with clock.time("reward_s"):
+            scores = self.scorer.score(
+                [m for b in batches for m in b.media or []],
+                [p for b in batches for p in b.prompts],
+                [m for b in batches for m in b.metadata],
+            )
+        for cause in scores.errors[:3]:
+            logger.warning("reward failed, sample masked: %s", cause)
+        if debug.save_rollouts:
+            folder = Path(self.config.output_dir) / "rollouts"
+            recorded.save_rollout(folder, iteration, batches, scores)
+        return batches, scores
+
+    def chunks(self, iteration: int) -> Iterator[RolloutBatch]:
+        """The rollout of an iteration, chunk by chunk, not decoded."""
+        rollout = self.config.rollout
+        steps = self.engine.adapter.num_steps(rollout.num_inference_steps)
+        window = rollout.window.choose(iteration, steps, self.config.seed)
+        records = [self.prompts[i] for i in self.sampler.indices(iteration)]
+        yield from self.engine.generate(
+            [record.prompt for record in records],
+            rollout.group_size,
+            rollout.params(window),
+            seed=self.config.seed,
+            iteration=iteration,
+            metadata=[record.metadata for record in records],
+            negative_prompt=rollout.negative_prompt,
+            chunk_size=rollout.rows,
+            same_noise=rollout.same_noise,
+            decode=False,
+            **rollout.arguments(),
+        )
+
+
+def with_media(batch: RolloutBatch, engine: RolloutEngine) -> RolloutBatch:
+    """Decode a batch that was generated without; a video leaves the device, where it is too large."""
+    media = engine.decode(batch.latents, **batch.trajectory.request)
+    return replace(batch, media=[m if m.video is None else m.to("cpu") for m in media])
