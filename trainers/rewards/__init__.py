@@ -21,6 +21,7 @@ __all__ = ["REWARDS", "Reward", "build_reward", "resolve_reward"]
 
 REWARDS: Mapping[str, str] = {
     "jpeg_compressibility": "trainers.rewards.jpeg_compressibility:jpeg_compressibility",
+    "remote": "trainers.rewards.remote:RemoteReward",
     "shape_match": "trainers.rewards.shape_match:shape_match",
 }
 
