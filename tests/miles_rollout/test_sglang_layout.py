@@ -1,7 +1,7 @@
 """SGLang's response layout: there and back bitwise, and what it cannot say or contradicts."""
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,22 +20,10 @@ from miles_rollout.sglang_layout import from_sglang, to_sglang
 from miles_rollout.testing import tiny_minimax_h3, tiny_sd3
 from tests.miles_rollout import tiny, tiny_h3
 from tests.miles_rollout.tiny import run
+from tests.miles_rollout.tiny_loop import assert_same_stream
 from tests.miles_rollout.tiny_sglang import qwen_calls
 
 WINDOW = RolloutParams(sde_step_indices=[1, 3], return_step_indices=[1, 2, 3, 4])
-
-
-def assert_same_stream(a, b):
-    for field in fields(a):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        if isinstance(x, torch.Tensor):
-            assert torch.equal(x, y), field.name
-            assert (x.dtype, x.shape) == (y.dtype, y.shape), field.name
-        elif field.name == "debug":
-            assert list(x) == list(y)
-            assert all(torch.equal(x[n], y[n]) and x[n].shape == y[n].shape for n in x)
-        else:
-            assert x == y, field.name
 
 
 def sd3_calls(s):
