@@ -60,6 +60,7 @@ SDK = {
     "RolloutTrajectory.load": "(path)",
     "RolloutTrajectory.pair": "(self, stream, step)",
     "RolloutTrajectory.save": "(self, path)",
+    "RolloutTrajectory.score": "(self, step, velocities)",
     "RolloutTrajectory.select": "(self, samples)",
     "RolloutTrajectory.to": "(self, device)",
     "SharedPrefix": "()",
@@ -74,6 +75,27 @@ SDK = {
         "noise=None, next_sample=None, mask=None, out_dtype=None)"
     ),
     "rollout": "(pipe, params, seeds, *, adapter=None, prefix=None)",
+}
+
+MODULES = {
+    "hooks.Sharding": "(*, gather, shard)",
+    "hooks.abort_rollout_if_enabled": "(request)",
+    "hooks.accept_transition": "(scheduler, observer=None)",
+    "hooks.finalize_rollout_if_enabled": "(request)",
+    "hooks.init_rollout_env_if_enabled": "(request, conditions, *, batch_axes=None)",
+    "hooks.prepare_rollout_if_enabled": (
+        "(request, params, seeds=(), *, schedulers=None, build_controller=None, "
+        "ode_transition=None, sharding=None)"
+    ),
+    "hooks.rollout_step_kwargs": "(request, *, stream)",
+    "sglang_layout.from_sglang": (
+        "(responses, *, params, velocity_sign=None, one_minus_sigma=(), log_prob_no_const=None, "
+        "calls=None, batch_axes=None, blocks=None, guidance=None, request=None)"
+    ),
+    "sglang_layout.to_sglang": (
+        "(trajectory, *, stream=None, branches=None, per_step=('hidden_states', 'timestep'), "
+        "wire=False)"
+    ),
 }
 
 TRAINERS = {
@@ -105,6 +127,12 @@ def test_a_signature_of_the_sdk(name):
     for part in name.split("."):
         thing = getattr(thing, part)
     assert signature(thing) == SDK[name]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_signature_of_a_module_for_embedders(name):
+    module, _, function = name.partition(".")
+    assert signature(getattr(import_module(f"miles_rollout.{module}"), function)) == MODULES[name]
 
 
 @pytest.mark.parametrize("name", TRAINERS)

@@ -14,6 +14,7 @@ from miles_rollout.hooks import (
 )
 from miles_rollout.noise import keyed_generator
 from miles_rollout.testing import tiny_qwen_image
+from tests.miles_rollout.tiny_loop import noise, prepared, scheduler, steps
 
 SEEDS = [3, 4]
 STEPS = 4
@@ -137,6 +138,64 @@ def test_a_loop_without_a_scheduler_brings_its_controller_and_its_own_update():
     assert not torch.equal(stochastic, plain)
     assert trajectory.log_probs[:, [0, 2, 3]].abs().max() == 0
     assert trajectory.log_probs[:, 1].abs().min() > 0
+
+
+def test_a_buffer_of_the_loops_own_may_be_written_but_not_changed():
+    request, drive = {}, scheduler()
+    prepared(request, schedulers={"image": drive})
+    *_, expected = steps(request, drive, noise())
+    finalize_rollout_if_enabled(request)
+
+    def loop(change):
+        drive, buffer = scheduler(), noise()
+        prepared(request, schedulers={"image": drive})
+        for t in drive.timesteps:
+            kwargs = rollout_step_kwargs(request, stream="image")
+            buffer[:] = drive.step(buffer.sin(), t, buffer, return_dict=False, **kwargs)[0]
+            buffer += change
+        return buffer, finalize_rollout_if_enabled(request)
+
+    final, trajectory = loop(0.0)
+    assert torch.equal(final, expected)
+    assert torch.equal(trajectory.streams["image"].latent(4), expected)
+    with pytest.raises(
+        RuntimeError, match="was changed between steps 0 and 1, next to a stochasti"
+    ):
+        loop(0.1)
+
+
+def test_rows_that_are_given_are_masked_and_restored_by_the_loop():
+    sigmas, given = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0]), noise(5)[:, :2]
+    mask = torch.tensor([False, False, True, True, True, True]).expand(2, 6)
+
+    def build(params, seeds):
+        return {
+            "image": FlowRolloutController(
+                params, seeds, stream="image", sigmas=sigmas, timesteps=sigmas, mask=mask
+            )
+        }
+
+    def run(x):
+        request = {}
+        prepared(
+            request,
+            build_controller=build,
+            ode_transition=lambda v, x, i: x + (sigmas[i + 1] - sigmas[i]) * v,
+        )
+        for _ in range(4):
+            x[:, :2] = given
+            x = rollout_step_kwargs(request, stream="image")["transition"](x.sin(), x)
+        x[:, :2] = given
+        return x, finalize_rollout_if_enabled(request)
+
+    final, trajectory = run(noise())
+    stream = trajectory.streams["image"]
+    assert torch.equal(final[:, :2], given)
+    assert (stream.latents[:, :, :2] == given[:, None]).all()
+    assert stream.num_elements.tolist() == [4, 4]
+    for step in range(4):
+        replay = trajectory.score(step, {"image": stream.latent(step).sin()})
+        assert torch.equal(replay.log_prob, trajectory.log_probs[:, step])
 
 
 def test_misuse_is_named():

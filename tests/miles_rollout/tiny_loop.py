@@ -1,5 +1,7 @@
 """A denoising loop of one's own that the tests of the hooks share: no model, one stream."""
 
+from dataclasses import fields
+
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -41,3 +43,16 @@ def prepared(request=None, params=PARAMS, **kwargs):
     kwargs = kwargs or {"schedulers": {"image": scheduler()}}
     prepare_rollout_if_enabled(request, params, SEEDS, **kwargs)
     return request
+
+
+def assert_same_stream(a, b):
+    for field in fields(a):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, torch.Tensor):
+            assert torch.equal(x, y), field.name
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), field.name
+        elif field.name == "debug":
+            assert list(x) == list(y)
+            assert all(torch.equal(x[n], y[n]) and x[n].shape == y[n].shape for n in x)
+        else:
+            assert x == y, field.name
