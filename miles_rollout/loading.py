@@ -13,6 +13,8 @@ from diffusers import DiffusionPipeline
 from miles_rollout.errors import RolloutParamsError
 
 TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "tiny-cosmos3": ("tiny_cosmos3", {}),
+    "tiny-cosmos3-modular": ("tiny_cosmos3_modular", {}),
     "tiny-flux": ("tiny_flux", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),

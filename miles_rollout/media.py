@@ -26,6 +26,8 @@ class Media:
     """float32 in 0..1."""
     audio: Float[Tensor, "audio_channels samples"] | None = None
     """float32 in -1..1."""
+    action: Float[Tensor, "actions action_channels"] | None = None
+    """Actions that were denoised with a video, in the units of their embodiment."""
     fps: float | int | None = None
     """Frames a second of ``video``."""
     sampling_rate: int | None = None

@@ -49,6 +49,7 @@ class RolloutSession:
         self._schedulers: list[Any] = []
         self._controllers: dict[str, FlowRolloutController] = {}
         self._first_call = True
+        self._idle: set[str] = set()
         self._trajectory: RolloutTrajectory | None = None
 
     @property
@@ -127,6 +128,8 @@ class RolloutSession:
     def transition_of(self, scheduler: Any) -> Transition | None:
         """The stream's controller, which takes every step of the request."""
         name = self._stream_names[id(scheduler)]
+        if name in self._idle:
+            return None
         if name not in self._controllers:
             self.scheduled(scheduler)
         return functools.partial(self._packed if self._adapter.packed else self._transition, name)
@@ -202,8 +205,22 @@ class RolloutSession:
             )
         if self._first_call:
             self._first_call = False
-            for stream, mask in self._adapter.masks(args, kwargs, self._request or {}).items():
+            self._declare(self._adapter.masks(args, kwargs, self._request or {}))
+
+    def _declare(self, masks: Mapping[str, Tensor]) -> None:
+        """A stream of which nothing is live is none: it steps by itself, or not at all."""
+        for stream, mask in masks.items():
+            if mask.any():
                 self._controllers[stream].declare_mask(mask)
+            else:
+                del self._controllers[stream]
+                self._idle.add(stream)
+        if not self._controllers:
+            raise RolloutParamsError(
+                "rollout: nothing of this request is denoised; got conditions for all of its "
+                "latents; leave some of them free"
+            )
+        self.params.check_streams([n for n in self._stream_names.values() if n not in self._idle])
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ SDK = {
     "FlowRolloutController.trajectory": "(self)",
     "FlowRolloutController.transition": "(self, velocity, sample, *, step, ode, out_dtype=None)",
     "FlowStep": "(next_sample, std, log_prob, _means)",
-    "Media": "(*, image=None, video=None, audio=None, fps=None, sampling_rate=None)",
+    "Media": ("(*, image=None, video=None, audio=None, action=None, fps=None, sampling_rate=None)"),
     "Replay": "(*, streams=<factory>, log_prob)",
     "RolloutBatch": (
         "(*, trajectory, latents, prompts, group_ids, sample_ids, metadata, media=None)"

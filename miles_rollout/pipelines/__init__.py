@@ -9,6 +9,11 @@ from miles_rollout.pipelines.base import PipelineAdapter
 from miles_rollout.pipelines.generic import GenericAdapter
 
 ADAPTERS = {
+    "Cosmos3DistilledModularPipeline": (
+        "miles_rollout.pipelines.cosmos3_distilled:Cosmos3DistilledAdapter"
+    ),
+    "Cosmos3OmniModularPipeline": "miles_rollout.pipelines.cosmos3_modular:Cosmos3ModularAdapter",
+    "Cosmos3OmniPipeline": "miles_rollout.pipelines.cosmos3:Cosmos3Adapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",

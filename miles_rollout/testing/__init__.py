@@ -11,11 +11,24 @@ from miles_rollout.errors import RolloutParamsError
 from miles_rollout.testing.qwen_image import tiny_qwen_image
 
 if TYPE_CHECKING:
+    from miles_rollout.testing.cosmos3 import (
+        tiny_cosmos3,
+        tiny_cosmos3_distilled,
+        tiny_cosmos3_modular,
+    )
     from miles_rollout.testing.flux import tiny_flux
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.sd3 import tiny_sd3
 
-__all__ = ["tiny_flux", "tiny_minimax_h3", "tiny_qwen_image", "tiny_sd3"]
+__all__ = [
+    "tiny_cosmos3",
+    "tiny_cosmos3_distilled",
+    "tiny_cosmos3_modular",
+    "tiny_flux",
+    "tiny_minimax_h3",
+    "tiny_qwen_image",
+    "tiny_sd3",
+]
 
 
 class _Lazy(NamedTuple):
@@ -27,6 +40,9 @@ class _Lazy(NamedTuple):
 
 
 _LAZY = {
+    "tiny_cosmos3": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
+    "tiny_cosmos3_distilled": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
+    "tiny_cosmos3_modular": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),

@@ -10,7 +10,8 @@ import torch
 
 from miles_rollout import RolloutParams, RolloutParamsError, rollout
 from miles_rollout.loading import load_pipeline
-from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators
+from tests.miles_rollout import tiny_cosmos3
+from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators, rows_of
 
 STEPS = 4
 NEGATIVE = ["blurry", "a green dot"]
@@ -35,6 +36,17 @@ def minimax_h3(pipe, output_type, prompt, generator, **arguments):
     return {"video": video, "audio": audio[None] if output_type == "latent" else audio}
 
 
+def cosmos3(pipe, output_type, prompt, generator, negative_prompt=(None,), **arguments):
+    """One sample: the latents of sound and actions have no batch axis."""
+    (prompt,), (generator,), (negative,) = prompt, generator, negative_prompt
+    made = tiny_cosmos3.call(
+        pipe, output_type, prompt=prompt, generator=generator, negative_prompt=negative, **arguments
+    )
+    if output_type == "pt":
+        return made
+    return {name: z if name == "video" else z[None] for name, z in made.items()}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """One family. Row counts are those of the ``module`` calls of one step of all prompts."""
@@ -52,6 +64,8 @@ class Model:
     """One where the pipeline takes one sample a call."""
     plain: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline and the engine that turn guidance off."""
+    rows_of: Callable[[Any], int] = rows_of
+    """From the arguments of a denoiser call."""
     plain_rows: tuple[int, ...] = (2,)
     guided: Mapping[str, Any] | None = None
     """Arguments of the pipeline and the engine that turn guidance on; None: there is none."""
@@ -104,6 +118,29 @@ MODELS = {
         guided={"guidance_scale": 3.0}, guided_rows=(4,), plain={"guidance_scale": 1.0}
     ),
     "tiny-flux": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
+    "tiny-cosmos3": Model(
+        call=cosmos3,
+        size={**tiny_cosmos3.SIZE, "enable_sound": True},
+        streams=("video", "audio"),
+        prompts=(PROMPTS[1],),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        rows_of=lambda _: 1,  # the packed sequence has no batch axis
+        plain_rows=(1,),
+        guided_rows=(1, 1),
+    ),
+    "tiny-cosmos3-modular": Model(
+        call=cosmos3,
+        size=tiny_cosmos3.SIZE,
+        streams=("video",),
+        prompts=(PROMPTS[1],),
+        inputs=lambda: {"image": tiny_cosmos3.frames(1)},
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        rows_of=lambda _: 1,
+        plain_rows=(1,),
+        guided_rows=(1, 1),
+    ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,
         size={"height": 32, "width": 32, "num_frames": 124},

@@ -72,7 +72,7 @@ def test_without_stochastic_steps_a_rollout_is_the_stock_call_bitwise(case, dtyp
 def test_calls_steps_and_columns_agree(case):
     name, model, cfg = case
     pipe = load(name)
-    with Calls(*denoisers(pipe)) as calls:
+    with Calls(*denoisers(pipe), rows_of=model.rows_of) as calls:
         trajectory, _ = model.roll(pipe, cfg)
     rows = model.guided_rows if cfg else model.plain_rows
     assert calls.rows == list(rows) * model.evaluations

@@ -37,17 +37,28 @@ def run(pipe, params=None, seeds=SEEDS, **kwargs):
     return session.trajectory, output
 
 
+def rows_of(values):
+    """Of the first tensor, or the length of the list of tensors that comes before it."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return len(value)
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return len(value)
+    raise AssertionError(values)
+
+
 class Calls:
     """Counts the calls of modules, and the rows of each."""
 
-    def __init__(self, *modules):
+    def __init__(self, *modules, rows_of=rows_of):
         self.rows = []
+        self._rows_of = rows_of
         self._handles = [
             m.register_forward_pre_hook(self._count, with_kwargs=True) for m in modules
         ]
 
     def _count(self, _, args, kwargs):
-        self.rows.append(rows_of([*args, *kwargs.values()]))
+        self.rows.append(self._rows_of([*args, *kwargs.values()]))
 
     def __len__(self):
         return len(self.rows)
@@ -58,16 +69,6 @@ class Calls:
     def __exit__(self, *_):
         for handle in self._handles:
             handle.remove()
-
-
-def rows_of(values):
-    """Of the first tensor, or the length of the list of tensors that comes before it."""
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return len(value)
-        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-            return len(value)
-    raise AssertionError(values)
 
 
 SIZE = {"height": 32, "width": 32, "num_inference_steps": STEPS}
