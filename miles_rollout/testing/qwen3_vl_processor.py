@@ -12,6 +12,8 @@ import transformers
 from transformers import BatchFeature, Qwen2Tokenizer, Qwen3VLProcessor
 
 _PATCH, _MERGE, _FRAMES = 16, 2, 2
+
+
 class TinyVideoProcessor:
     """What the video processor of Qwen3-VL does with frames that were sampled already."""
 
