@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 
 from miles_rollout import RolloutParams, RolloutParamsError, rollout
 from miles_rollout.loading import load_pipeline
+from tests.miles_rollout import tiny_h3
 from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators
 
 STEPS = 4
@@ -37,8 +38,11 @@ def minimax_h3(pipe, output_type, prompt, generator, **arguments):
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One family. Row counts are those of the ``module`` calls of one step of all prompts."""
+    """One family, or one kind of request of it. Row counts are those of the ``module`` calls of one
+    step of all prompts."""
 
+    pipeline: str | None = None
+    """The tiny pipeline's name, if the case has another one."""
     call: Callable[..., Mapping[str, Any]] = images
     """(pipe, output_type, prompt=, generator=, ...) -> stream -> latents or media."""
     size: Mapping[str, Any] = field(
@@ -112,6 +116,10 @@ MODELS = {
         plain_rows=(1,),
     ),
 }
+for case, inputs in (("keyframes", tiny_h3.keyframes), ("references", tiny_h3.references)):
+    MODELS[f"tiny-minimax-h3-{case}"] = replace(
+        MODELS["tiny-minimax-h3"], pipeline="tiny-minimax-h3", inputs=inputs
+    )
 CASES = [
     pytest.param((name, cfg), id=f"{name}-{'cfg' if cfg else 'plain'}")
     for name, model in MODELS.items()
@@ -119,9 +127,13 @@ CASES = [
 ]
 
 
-@functools.cache
 def load(name, dtype=torch.float32):
-    """The tiny pipeline, built once; a test is skipped where diffusers is too old for it."""
+    """The tiny pipeline of a case, built once; a test is skipped where diffusers is too old."""
+    return _load(MODELS[name].pipeline or name, dtype)
+
+
+@functools.cache
+def _load(name, dtype):
     try:
         return load_pipeline(name, dtype)
     except RolloutParamsError as error:
