@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from miles_rollout.conditions import DenoiserCall, check_no_dropout
 from miles_rollout.encodings import Encodings
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
+from miles_rollout.loading import load_pretrained
 from miles_rollout.media import Media
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
@@ -80,8 +80,11 @@ class RolloutEngine:
 
     @classmethod
     def from_pretrained(cls, name: str, **kwargs: Any) -> RolloutEngine:
-        """Load a pipeline by folder or hub name; ``kwargs`` go to diffusers."""
-        return cls(DiffusionPipeline.from_pretrained(name, **kwargs))
+        """Load a pipeline, modular or not, by folder or hub name; ``kwargs`` go to diffusers.
+
+        Raises ``RolloutParamsError`` for a folder that holds none, or not all of one.
+        """
+        return cls(load_pretrained(name, **kwargs))
 
     # -- encode -----------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import Min
 from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from miles_rollout.loading import hide_progress_bars
 from miles_rollout.testing import qwen3_vl_processor, vocabulary
 from miles_rollout.testing.weights import enliven
 
@@ -72,8 +73,7 @@ def tiny_minimax_h3(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
         **_CANVAS,
     )
-    pipeline.set_progress_bar_config(disable=True)
-    _quiet(pipeline._blocks)
+    hide_progress_bars(pipeline)
     return pipeline
 
 
@@ -83,14 +83,6 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if not kept & set(name.split(".")):
             parameter.data = parameter.data.to(dtype)
-
-
-def _quiet(block: Any) -> None:
-    """The bar belongs to the loop's block, and the pipeline's setting does not reach it."""
-    if hasattr(block, "progress_bar"):
-        block._progress_bar_config = {"disable": True}
-    for inner in block.sub_blocks.values():
-        _quiet(inner)
 
 
 def _transformer() -> MiniMaxH3Transformer3DModel:
