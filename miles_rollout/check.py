@@ -69,10 +69,10 @@ class Subject:
         if self.adapter.scale_argument is not None:
             sampling[self.adapter.scale_argument] = 4.0
         inputs = [dict(self.adapter.sample_inputs(pipe)) for _ in PROMPTS]
-        encoded = self.engine.encode(PROMPTS, inputs=inputs)
+        encoded = self.engine.encode(PROMPTS, inputs=inputs, **sampling)
         negatives = None
         if self.adapter.scale_argument is not None:
-            negatives = self.engine.encode([" "] * len(PROMPTS), inputs=inputs)
+            negatives = self.engine.encode([" "] * len(PROMPTS), inputs=inputs, **sampling)
         rows = [[0], [1]] if self.adapter.one_sample else [[0, 1]]
         self.requests = [
             Request(

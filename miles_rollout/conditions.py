@@ -8,7 +8,7 @@ not stored at all: a `StreamState` stands for it and is filled in from the traje
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,14 @@ class StreamState:
     dtype: torch.dtype
     shape: tuple[int, ...] | None = None
     """The shape in which the denoiser sees the state of a single sample, if it is another one."""
+    front: Tensor | None = field(default=None, compare=False, repr=False)
+    """[1, tokens, ...]: what stands before the state of a single sample, such as its conditions."""
 
     def of(self, states: Mapping[str, Tensor]) -> Tensor:
         """The argument that this stands for."""
         state = states[self.stream].to(self.dtype)
+        if self.front is not None:
+            return torch.cat([self.front, state], 1)
         return state if self.shape is None else state.reshape(self.shape)
 
 
@@ -75,6 +79,8 @@ def map_calls(fn: Callable[[str, Any], Any], steps: StepCalls) -> dict[int, list
     done: dict[tuple[str, int], Any] = {}
 
     def once(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, StreamState) and leaf.front is not None:
+            leaf = replace(leaf, front=once(name, leaf.front))
         if not isinstance(leaf, Tensor):
             return fn(name, leaf)
         key = (name, id(leaf))
@@ -112,6 +118,8 @@ class CallRecorder:
         # copies, which the recorded calls keep alive.
         self._plain: dict[str, tuple[Any, str, Any]] = {}
         self._plain_ids: set[int] = set()
+        # Stream -> what stood before its state; the same in every step, as a rule.
+        self._fronts: dict[str, Tensor] = {}
         self._saw_tensor = False
 
     # Tensors born in inference mode could never be trained on.
@@ -147,14 +155,16 @@ class CallRecorder:
         known = self._snapshots.get(id(sample))
         if known is None or known[0] is not sample:
             # A pipeline may step one view of its state and show the denoiser another.
-            known = next((k for k in self._snapshots.values() if _same_memory(k[0], sample)), None)
+            views = (_same_memory, _ends_with)
+            found = (k for k in self._snapshots.values() if any(v(k[0], sample) for v in views))
+            known = next(found, None)
         if known is None:
             return
         version = version_of(sample)
-        if known[1] != version or (version < 0 and not torch.equal(known[2], sample)):
+        snapshot = known[2]
+        if known[1] != version or (version < 0 and not torch.equal(_end(snapshot, sample), sample)):
             return
-        shape = None if known[2].shape == sample.shape else tuple(known[2].shape)
-        snapshot, state = known[2], StreamState(stream, sample.dtype, shape)
+        state = self._stand_in(stream, snapshot, sample)
 
         def swap(value: Any) -> Any:
             if isinstance(value, Tensor):
@@ -172,6 +182,17 @@ class CallRecorder:
             for call in self.steps.get(step, [])
         ]
         del self._snapshots[id(known[0])]
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _stand_in(self, stream: str, snapshot: Tensor, sample: Tensor) -> StreamState:
+        if snapshot.numel() == sample.numel():
+            shape = None if snapshot.shape == sample.shape else tuple(snapshot.shape)
+            return StreamState(stream, sample.dtype, shape)
+        front = snapshot[:, : snapshot.shape[1] - sample.shape[1]]
+        if not torch.equal(front, self._fronts.get(stream, front[:0])):
+            self._fronts[stream] = front.clone()
+        return StreamState(stream, sample.dtype, front=self._fronts[stream])
 
     def end_step(self) -> None:
         """Forget the originals that this step's calls did not use, so that they can be freed.
@@ -246,6 +267,25 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
         return False
     same = (a.shape, a.stride()) == (b.shape, b.stride())
     return same or (len(b) == 1 and a.is_contiguous() and b.is_contiguous())
+
+
+def _ends_with(whole: Tensor, sample: Tensor) -> bool:
+    """The sample is a view of the last tokens of a whole of one row, [1, tokens, ...]."""
+    if (whole.dtype, whole.device, whole.ndim) != (sample.dtype, sample.device, sample.ndim):
+        return False
+    if whole.ndim < 2 or len(whole) != 1 or len(sample) != 1 or whole.shape[2:] != sample.shape[2:]:
+        return False
+    if not (whole.is_contiguous() and sample.is_contiguous()):
+        return False
+    before = (whole.numel() - sample.numel()) * whole.element_size()
+    return before > 0 and whole.data_ptr() + before == sample.data_ptr()
+
+
+def _end(whole: Tensor, sample: Tensor) -> Tensor:
+    """The part of a snapshot that is where the sample is in what it was taken of."""
+    if whole.numel() == sample.numel():
+        return whole
+    return whole[:, whole.shape[1] - sample.shape[1] :]
 
 
 def _autocast_dtype(values: Sequence[Any]) -> torch.dtype | None:

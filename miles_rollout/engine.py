@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor
 
 from miles_rollout.conditions import DenoiserCall, check_no_dropout
+from miles_rollout.encodings import Encodings
 from miles_rollout.errors import RolloutParamsError
+from miles_rollout.loading import load_pretrained
 from miles_rollout.media import Media
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
@@ -57,45 +58,37 @@ class RolloutEngine:
     def __init__(self, pipe: Any, adapter: PipelineAdapter | None = None) -> None:
         self.pipe = pipe
         self.adapter = adapter or adapter_for(pipe)
-        # With the inputs of each key, which keeps their ids their own.
-        self._encodings: dict[tuple[Any, ...], tuple[Mapping[str, Any], Encoding]] = {}
+        self._encodings = Encodings(pipe, self.adapter)
 
     @classmethod
     def from_pretrained(cls, name: str, **kwargs: Any) -> RolloutEngine:
-        """Load a pipeline by folder or hub name; ``kwargs`` go to diffusers."""
-        return cls(DiffusionPipeline.from_pretrained(name, **kwargs))
+        """Load a pipeline, modular or not, by folder or hub name; ``kwargs`` go to diffusers.
+
+        Raises ``RolloutParamsError`` for a folder that holds none, or not all of one.
+        """
+        return cls(load_pretrained(name, **kwargs))
 
     # -- encode -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def encode(
         self,
         prompts: Sequence[str],
         *,
         max_sequence_length: int | None = None,
         inputs: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
     ) -> list[Encoding]:
         """Encode each distinct prompt once, alone and as given; later calls answer from memory.
 
-        ``inputs`` holds what each prompt comes with, such as ``{"image": ...}``; equal objects are
-        encoded once.
+        ``inputs`` holds what each prompt comes with, such as ``{"image": ...}``; they are told apart
+        as objects, so change none in place. What they become may depend on ``sampling``, such as
+        ``height``: it is that of `generate`. Raises ``RolloutParamsError`` before a model runs.
         After all prompts of a run are encoded, the text encoder can leave the device:
         ``engine.pipe.text_encoder.to("cpu")``.
         """
-        dtype = self.pipe.dtype  # of the whole pipeline: what was encoded before a cast is stale
-        encoded = []
-        for prompt, given in zip(prompts, inputs or [{}] * len(prompts), strict=True):
-            if not isinstance(prompt, str):
-                raise RolloutParamsError(
-                    f"RolloutEngine.encode: prompts are strings; got {prompt!r}; pass a list of str"
-                )
-            objects = tuple(sorted((name, id(value)) for name, value in given.items()))
-            key = (prompt, objects, max_sequence_length, dtype)
-            if key not in self._encodings:
-                encoding = self.adapter.encode(self.pipe, prompt, max_sequence_length, given)
-                self._encodings[key] = (given, encoding)
-            encoded.append(self._encodings[key][1])
-        return encoded
+        check_inputs(inputs, len(prompts), self.adapter.inputs)
+        self._encodings.check(prompts, inputs, sampling)
+        return self._encodings.encode(prompts, max_sequence_length, inputs, sampling)
 
     # -- generate ---------------------------------------------------------------------------------
 
@@ -148,6 +141,7 @@ class RolloutEngine:
             )
         check_sampling(sampling, self.adapter.sampling)
         check_inputs(inputs, len(prompts), self.adapter.inputs)
+        self._encodings.check(prompts, inputs, sampling)
         argument = self.adapter.scale_argument
         declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument or "")
         negatives = negative_prompts(
@@ -158,6 +152,7 @@ class RolloutEngine:
             default=None if declared is None else declared.default,
             implied=self.adapter.implied_negative,
         )
+        self._encodings.check(negatives or [], [], sampling)
         if max_sequence_length is not None:  # the pipeline cuts embeddings, too
             sampling["max_sequence_length"] = max_sequence_length
         return self._chunks(request, negatives, params, decode, sampling, inputs)
@@ -172,10 +167,10 @@ class RolloutEngine:
         inputs: Sequence[Mapping[str, Any]] | None,
     ) -> Iterator[RolloutBatch]:
         longest = sampling.get("max_sequence_length")
-        encoded = self.encode(request.prompts, max_sequence_length=longest, inputs=inputs)
+        encoded = self._encodings.encode(request.prompts, longest, inputs, sampling)
         negative = None
         if negatives is not None:
-            negative = self.encode(negatives, max_sequence_length=longest, inputs=inputs)
+            negative = self._encodings.encode(negatives, longest, inputs, sampling)
         part = self.adapter.denoising_part(self.pipe)
         prefixes = request.prefixes()
         for rows, prefix in zip(request.chunks(), prefixes, strict=True):

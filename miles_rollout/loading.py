@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
 
 from miles_rollout.errors import RolloutParamsError
 
@@ -23,6 +24,11 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 
+_INDEX, _MODULAR_INDEX = "model_index.json", "modular_model_index.json"
+_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "token")
+_MODULAR = ("collection", "components_manager", "revision", "trust_remote_code", "workflow")
+"""What a modular pipeline is made with, before its components are loaded with the rest."""
+
 
 def check_pipeline_name(name: str) -> None:
     """Refuse, before anything is loaded, a name that cannot be a pipeline."""
@@ -34,10 +40,12 @@ def check_pipeline_name(name: str) -> None:
         )
     looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
     path = Path(name).expanduser()
-    if (looks_local or path.exists()) and not (path / "model_index.json").is_file():
+    if not (looks_local or path.exists()):
+        return
+    if not any((path / index).is_file() for index in (_INDEX, _MODULAR_INDEX)):
         raise RolloutParamsError(
-            f"pipeline: the folder holds no model_index.json; got {name!r}; give a folder that "
-            "save_pretrained wrote, a hub name, or a tiny pipeline's name"
+            f"pipeline: the folder holds no {_INDEX} and no {_MODULAR_INDEX}; got {name!r}; give a "
+            "folder that save_pretrained wrote, a hub name, or a tiny pipeline's name"
         )
 
 
@@ -49,6 +57,74 @@ def load_pipeline(name: str, dtype: torch.dtype = torch.float32) -> Any:
         testing = importlib.import_module("miles_rollout.testing")
         pipe = getattr(testing, function)(**arguments, dtype=dtype)
     else:
-        pipe = DiffusionPipeline.from_pretrained(str(Path(name).expanduser()), torch_dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
+        pipe = load_pretrained(name, torch_dtype=dtype)
+    hide_progress_bars(pipe)
     return pipe
+
+
+def load_pretrained(name: str, **kwargs: Any) -> Any:
+    """Load a folder or a hub name, whether the pipeline is modular or not.
+
+    ``kwargs`` are those of diffusers' ``from_pretrained``, and of ``load_components`` where it is
+    modular: ``torch_dtype``, ``workflow`` and the like. Raises ``RolloutParamsError`` for a folder
+    that holds no pipeline, or not all of one.
+    """
+    check_pipeline_name(name)
+    path = Path(name).expanduser()
+    if not _is_modular(path, name, {k: v for k, v in kwargs.items() if k in (*_HUB, "revision")}):
+        return DiffusionPipeline.from_pretrained(str(path) if path.exists() else name, **kwargs)
+    if path.exists():
+        _import_own_parts(path / _MODULAR_INDEX)
+        name = str(path)
+    made_with = {k: v for k, v in kwargs.items() if k in (*_HUB, *_MODULAR)}
+    pipe = ModularPipeline.from_pretrained(name, **made_with)
+    pipe.load_components(**{k: v for k, v in kwargs.items() if k not in _MODULAR})
+    specs = {part: pipe.get_component_spec(part) for part in pipe.null_component_names}
+    # One without a place to load it from was not there when the pipeline was saved.
+    missing = [part for part, spec in specs.items() if spec.pretrained_model_name_or_path]
+    if missing:
+        raise RolloutParamsError(
+            f"pipeline: not all of it could be loaded; got no {', '.join(missing)} from {name!r}; "
+            "see what diffusers logged of each, or load the workflow= that does without"
+        )
+    return pipe
+
+
+def hide_progress_bars(pipe: Any) -> None:
+    """Also those of a modular pipeline's inner blocks, which its own setting does not reach."""
+    pipe.set_progress_bar_config(disable=True)
+    blocks = [pipe._blocks] if isinstance(pipe, ModularPipeline) else []
+    while blocks:
+        block = blocks.pop()
+        if hasattr(block, "set_progress_bar_config"):
+            block.set_progress_bar_config(disable=True)
+        blocks.extend(block.sub_blocks.values())
+
+
+def _is_modular(path: Path, name: str, hub: dict[str, Any]) -> bool:
+    """A pipeline that is both is loaded as the standard one."""
+    if path.exists():
+        return not (path / _INDEX).is_file()
+    try:
+        DiffusionPipeline.load_config(name, **hub)
+    except OSError:
+        try:
+            ModularPipeline.load_config(name, **hub)
+        except OSError:
+            return False
+        return True
+    return False
+
+
+def _import_own_parts(index: Path) -> None:
+    """diffusers finds a class of another package only where its module was imported."""
+    try:
+        entries = json.loads(index.read_text()).values()
+    except (AttributeError, ValueError) as error:
+        raise RolloutParamsError(
+            f"pipeline: {_MODULAR_INDEX} is damaged; got {error} in {str(index.parent)!r}; save the "
+            "pipeline again"
+        ) from error
+    for entry in entries:
+        if isinstance(entry, list) and entry and str(entry[0]).startswith("miles_rollout."):
+            importlib.import_module(entry[0])

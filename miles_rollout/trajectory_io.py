@@ -186,7 +186,8 @@ def _encode(table: _TensorTable, tree: Any) -> Any:
         return {"@tensor": table.add(tree)}
     if isinstance(tree, StreamState):
         shape = [] if tree.shape is None else [list(tree.shape)]
-        return {"@state": [tree.stream, str(tree.dtype).removeprefix("torch."), *shape]}
+        document = {"@state": [tree.stream, str(tree.dtype).removeprefix("torch."), *shape]}
+        return document if tree.front is None else {"@front": [document, table.add(tree.front)]}
     if isinstance(tree, torch.dtype):
         return {"@dtype": str(tree).removeprefix("torch.")}
     if isinstance(tree, tuple):
@@ -209,6 +210,8 @@ def _decode(tensors: dict[str, Tensor], tree: Any) -> Any:
     if kind == "@state":
         shape = tuple(value[2]) if len(value) > 2 else None
         return StreamState(value[0], getattr(torch, value[1]), shape)
+    if kind == "@front":
+        return dataclasses.replace(_decode(tensors, value[0]), front=tensors[value[1]])
     if kind == "@dtype":
         return getattr(torch, value)
     if kind == "@tuple":

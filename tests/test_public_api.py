@@ -39,7 +39,7 @@ SDK = {
     ),
     "RolloutEngine": "(pipe, adapter=None)",
     "RolloutEngine.decode": "(self, latents, **request)",
-    "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None, inputs=None)",
+    "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None, inputs=None, **sampling)",
     "RolloutEngine.from_pretrained": "(name, **kwargs)",
     "RolloutEngine.generate": (
         "(self, prompts, group_size, params, *, seed, iteration=0, prompt_ids=None, "

@@ -60,6 +60,8 @@ class PipelineAdapter(ABC):
     """The pipeline steps [tokens, channels] without a batch axis; it takes one sample a call then."""
     inputs: ClassVar[frozenset[str]] = frozenset()
     """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
+    prepared_for: ClassVar[frozenset[str]] = frozenset()
+    """Sampling arguments that ``prepare`` reads."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -112,6 +114,18 @@ class PipelineAdapter(ABC):
     def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """What the pipeline hands to the scheduler of each stream, [rows, ...], bit for bit."""
 
+    def check_inputs(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> None:
+        """Refuse what a prompt comes with, before any model runs; asked with none as well."""
+        return None
+
+    def prepare(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """What a prompt comes with, as ``encode`` takes it: made once for all prompts with it."""
+        return inputs
+
     @abstractmethod
     def encode(
         self,
@@ -120,7 +134,7 @@ class PipelineAdapter(ABC):
         max_sequence_length: int | None,
         inputs: Mapping[str, Any],
     ) -> Encoding:
-        """Encode one prompt, with what it came with, by the pipeline's own code."""
+        """Encode one prompt, with what ``prepare`` made of its inputs, by the pipeline's own code."""
 
     @abstractmethod
     def collate(

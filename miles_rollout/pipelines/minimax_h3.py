@@ -1,7 +1,8 @@
 """MiniMax H3: video and sound in one packed sequence, two schedules, one call a step.
 
 The pipeline is modular: encode, denoise and decode are its own blocks, run one by one, since a
-call of the whole pipeline encodes the text again and gives no latents.
+call of the whole pipeline encodes again what its samples share, and gives no latents. A prompt may come
+with key frames (``image``, ``last_image``) or with ``references``, which have a denoiser of their own.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
+from miles_rollout.pipelines.minimax_h3_blocks import TEXT, chosen_blocks, part_of, workflow_of
+from miles_rollout.pipelines.minimax_h3_encoding import SIZES, conditions_of, encode, prepare
+from miles_rollout.pipelines.minimax_h3_inputs import check_inputs, refuse
 from miles_rollout.pipelines.minimax_h3_request import (
     GUIDANCE,
     check_guidance,
     check_points,
     check_request,
-    refuse,
+    check_sizes,
     resolve_request,
 )
 
 
 @final
 class MiniMaxH3Adapter(PipelineAdapter):
-    """``MiniMaxH3ModularPipeline``: text to video with sound, one sample a call."""
+    """``MiniMaxH3ModularPipeline``: video with sound, one sample a call."""
 
     streams: ClassVar[tuple[str, ...]] = ("video", "audio")
     scheduler_streams: ClassVar[Mapping[str, str]] = {
@@ -39,6 +43,8 @@ class MiniMaxH3Adapter(PipelineAdapter):
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
     scale_argument: ClassVar[str | None] = None
     implied_negative: ClassVar[str | None] = None
+    inputs: ClassVar[frozenset[str]] = frozenset({"image", "last_image", "references"})
+    prepared_for: ClassVar[frozenset[str]] = frozenset(SIZES)
     sampling: ClassVar[frozenset[str]] = frozenset(
         {"height", "width", "num_frames", "num_inference_steps", "attention_kwargs", *GUIDANCE}
     )
@@ -88,6 +94,21 @@ class MiniMaxH3Adapter(PipelineAdapter):
             for name, velocity in zip(("video", "audio"), step.outputs[0], strict=True)
         }
 
+    def check_inputs(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> None:
+        """Refuse images and references that the blocks would fail on late, ignore or misread."""
+        check_inputs(pipe, inputs)
+        if workflow_of(inputs) != TEXT:
+            sizes = {n: sampling[n] for n in SIZES if sampling.get(n) is not None}
+            check_sizes(pipe, {**inputs, **sizes})
+
+    def prepare(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """On the canvas, and through the VAEs."""
+        return prepare(pipe, inputs, sampling)
+
     def encode(
         self,
         pipe: Any,
@@ -95,30 +116,36 @@ class MiniMaxH3Adapter(PipelineAdapter):
         max_sequence_length: int | None,
         inputs: Mapping[str, Any],
     ) -> Encoding:
-        """The prompt alone, by the text block; its length is free."""
+        """The prompt and what it came with, by the text block; its length is free."""
         if max_sequence_length is not None:
             refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
-        names = ["prompt_embeds", "text_token_tags"]
-        found = _part(pipe, "text_encoder")(prompt=prompt, output=names)
-        return {"embeds": found["prompt_embeds"][0], "tags": found["text_token_tags"]}
+        return encode(pipe, prompt, inputs)
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
-        """One prompt's arguments of the denoise block."""
+        """One prompt's arguments of its denoising blocks, and which blocks these are."""
         if negatives is not None:
             refuse("MiniMax H3 is guidance-distilled", "a negative prompt", "none")
         (encoding,) = encodings
-        return {"prompt_embeds": encoding["embeds"][None], "text_token_tags": encoding["tags"]}
+        return {"encoding": encoding}
 
     def denoising_part(self, pipe: Any) -> Any:
-        """The denoise block as a pipeline, with latents out."""
-        return _part(pipe, "denoise")
+        """A pipeline of the same components, for `denoise` to give it its blocks."""
+        part = copy.copy(pipe)
+        part.all_blocks = pipe.blocks
+        return part
 
     def denoise(self, part: Any, arguments: Mapping[str, Any], generators: Sequence[Any]) -> Any:
-        """Latents of both streams; one generator draws video noise first, then audio noise."""
+        """Latents of both streams.
+
+        One generator draws the noise of the conditions first, then the video's, then the sound's.
+        """
         check_guidance(arguments)
         kept = {name: value for name, value in arguments.items() if name not in GUIDANCE}
+        encoding = kept.pop("encoding")
+        part._blocks = chosen_blocks(part.all_blocks, encoding["workflow"], "denoise")
+        kept |= conditions_of(part, encoding, kept)
         return part(**kept, generator=generators[0], output=["latents", "audio_latents"])
 
     def small_request(self, pipe: Any) -> dict[str, Any]:
@@ -134,7 +161,7 @@ class MiniMaxH3Adapter(PipelineAdapter):
         self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]
     ) -> list[Media]:
         """Both media by the decode blocks, one sample after the other."""
-        part, names = _part(pipe, "decode"), ["videos", "audio", "sampling_rate"]
+        part, names = part_of(pipe, TEXT, "decode"), ["videos", "audio", "sampling_rate"]
         media = []
         for video, audio in zip(latents["video"], latents["audio"], strict=True):
             made = part(latents=video[None], audio_latents=audio, output_type="pt", output=names)
@@ -147,10 +174,3 @@ class MiniMaxH3Adapter(PipelineAdapter):
                 )
             )
         return media
-
-
-def _part(pipe: Any, name: str) -> Any:
-    """One of the pipeline's own blocks as a pipeline of the same components."""
-    part = copy.copy(pipe)
-    part._blocks = pipe.blocks.sub_blocks[name]
-    return part

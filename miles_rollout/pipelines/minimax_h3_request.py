@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any
 
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
     align_num_frames,
     resolve_canvas_size,
 )
 
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.pipelines.minimax_h3_blocks import REFERENCES, TEXT, inputs_of, workflow_of
+from miles_rollout.pipelines.minimax_h3_inputs import check_inputs, refuse
 
 GUIDANCE = ("guidance_scale", "true_cfg_scale")
 """Arguments that other pipelines know; here a value up to 1 says what is so anyway."""
-
-_KNOWN: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Blocks -> the names of their inputs, which take milliseconds to collect."""
 
 
 def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
@@ -27,7 +24,9 @@ def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
     given = {k: v for k, v in request.items() if v is not None and k not in (*GUIDANCE, "output")}
     if "state" in given:
         refuse("a state hides its arguments", "state=", "them as arguments")
-    known = _inputs(pipe._blocks, given)
+    known = inputs_of(pipe._blocks, workflow_of(given), given)
+    if "prompt" in known:  # its denoising blocks alone get what was encoded
+        check_inputs(pipe, given)
     unknown = sorted(set(given) - known)
     if unknown:
         refuse(
@@ -36,13 +35,8 @@ def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
             f"one of {', '.join(sorted(known))}",
         )
     check_points(given)
-    if "generator" not in given and not {"latents", "audio_latents"} <= set(given):
-        refuse(
-            "the noise of one stream would come from the global RNG",
-            "no generator",
-            "generator=session.generators, or both latents= and audio_latents=",
-        )
-    _check_sizes(pipe, given)
+    _check_noise(given)
+    check_sizes(pipe, given)
 
 
 def check_guidance(request: Mapping[str, Any]) -> None:
@@ -71,32 +65,48 @@ def check_points(request: Mapping[str, Any]) -> None:
 def resolve_request(pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
     """The request with the frame count and the canvas that the blocks will make of it."""
     height, width = request.get("height"), request.get("width")
-    by_text = not any(request.get(name) for name in ("image", "last_image", "references"))
-    if height is None and width is None and by_text:
-        config = pipe.config
-        height, width = resolve_canvas_size(
-            16, 9, pipe.canvas_multiple, config.canvas_short_edge, config.canvas_max_pixels
-        )
+    if height is None and width is None:
+        height, width = _canvas(pipe, request)
     frames = align_num_frames(
         request.get("num_frames") or 124, pipe.vae_frames_per_chunk, pipe.vae_latents_per_chunk
     )
     return {**request, "height": height, "width": width, "num_frames": frames}
 
 
-def refuse(problem: str, value: object, advice: str) -> NoReturn:
-    """Raise ``RolloutParamsError``."""
-    raise RolloutParamsError(f"rollout: {problem}; got {value}; set {advice}")
+def _canvas(pipe: Any, request: Mapping[str, Any]) -> tuple[int, int]:
+    """The shape of the first key frame, or 16:9."""
+    keyframes = (request.get("image"), request.get("last_image"))
+    first = next((image for image in keyframes if image is not None), None)
+    ratio = (16, 9) if first is None or workflow_of(request) == REFERENCES else first.size
+    if max(ratio) > 4 * min(ratio):
+        refuse(
+            "the canvas takes the shape of the first key frame, within 1:4 and 4:1",
+            f"{ratio[0]} x {ratio[1]}",
+            "height and width, or a crop of it",
+        )
+    config = pipe.config
+    return resolve_canvas_size(
+        *ratio, pipe.canvas_multiple, config.canvas_short_edge, config.canvas_max_pixels
+    )
 
 
-def _inputs(blocks: Any, given: Collection[str]) -> set[str]:
-    """The names that the blocks take; asked for again only where a name is new."""
-    known = _KNOWN.get(blocks, set())
-    if not set(given) <= known:
-        known = _KNOWN[blocks] = {i.name or i.kwargs_type for i in blocks.inputs}
-    return known
+def _check_noise(given: Mapping[str, Any]) -> None:
+    """One generator draws the noise of the conditions first, then of the video, then of the sound."""
+    conditioned = workflow_of(given) != TEXT or "condition_latents" in given
+    if "generator" in given or (not conditioned and {"latents", "audio_latents"} <= set(given)):
+        return
+    refuse(
+        "the noise of one stream would come from the global RNG",
+        "no generator",
+        "generator=session.generators"
+        + ("" if conditioned else ", or both latents= and audio_latents="),
+    )
 
 
-def _check_sizes(pipe: Any, given: Mapping[str, Any]) -> None:
+def check_sizes(pipe: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a canvas or a duration that cannot be; warn of a frame count that will be rounded."""
+    if workflow_of(given) == REFERENCES and "num_frames" not in given:
+        refuse("references need a duration", "no num_frames", "num_frames=124 or more")
     asked = given.get("num_frames", 124)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         refuse("a frame count is a positive int", repr(asked), "num_frames")
@@ -115,7 +125,7 @@ def _check_sizes(pipe: Any, given: Mapping[str, Any]) -> None:
             "num_frames in between, of the form 17 n + 5",
         )
     multiple = pipe.canvas_multiple
-    if sides != (None, None) and any(not side or side % multiple for side in sides):
+    if any(not side or side % multiple for side in sides):
         refuse(
             "a size that the canvas cannot have",
             f"{sides[0]} x {sides[1]}",

@@ -1,7 +1,8 @@
-"""A MiniMax H3 pipeline of the real classes that fits into a test: text to video with sound.
+"""A MiniMax H3 pipeline of the real classes that fits into a test: video with sound.
 
-A request is one sample: 32 x 32 pixels, at least 124 frames (5 s, the shortest that H3 makes). Its
-audio decoder is narrow, since the real proportions would spend nearly all the time there.
+It takes text, key frames or references. A request is one sample: 32 x 32 pixels, at least 124 frames
+(5 s, the shortest that H3 makes). Its audio decoder is narrow, since the real proportions would spend
+nearly all the time there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import Min
 from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from miles_rollout.testing import vocabulary
+from miles_rollout.loading import hide_progress_bars
+from miles_rollout.testing import qwen3_vl_processor, vocabulary
 from miles_rollout.testing.weights import enliven
 
 _TEXT = 32
@@ -30,20 +32,21 @@ _VIDEO_STATISTICS = ((0.1, -0.2, 0.3, -0.1), (1.1, 0.9, 1.3, 0.7))
 _AUDIO_STATISTICS = ([-0.3, 0.2, 0.1, -0.1], [0.8, 1.2, 0.9, 1.4])
 
 
-class TextOnlyProcessor:
-    """All that text to video asks of a ``Qwen3VLProcessor``, which needs torchvision."""
-
-    def create_mm_token_type_ids(self, input_ids: list[list[int]]) -> list[list[int]]:
-        """0 is text."""
-        return [[0] * len(row) for row in input_ids]
+# The released model's are 768, 768 x 1344 and 2048.
+_CANVAS = {
+    "canvas_short_edge": 32,
+    "canvas_max_pixels": 32 * 64,
+    "reference_image_short_edge": 64,
+}
 
 
 def tiny_minimax_h3(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A ``MiniMaxH3ModularPipeline`` on the CPU, without a download, in eval mode.
 
     Depends on ``seed`` alone and leaves the global generator alone. Call it with
-    ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``.
-    ``dtype`` is that of the denoiser and the text encoder, but for what the released H3 keeps in
+    ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``,
+    and with ``image``, ``last_image`` or ``references``.
+    ``dtype`` is that of the denoisers and the text encoder, but for what the released H3 keeps in
     float32; the VAEs stay in float32, which is what their blocks hand them.
     """
     with torch.random.fork_rng(devices=[]):
@@ -53,23 +56,24 @@ def tiny_minimax_h3(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
             "vae": _vae(),
             "audio_vae": _audio_vae(),
             "text_encoder": _text_encoder(),
+            "transformer_ref": _transformer(),
         }
     generator = torch.Generator().manual_seed(seed)
     for module in modules.values():
         enliven(module, generator)
         module.eval()
-    for name in ("transformer", "text_encoder"):
+    for name in ("transformer", "transformer_ref", "text_encoder"):
         _cast(modules[name], dtype)
     pipeline = MiniMaxH3Blocks().init_pipeline()
     pipeline.update_components(
         **modules,
         tokenizer=vocabulary.tokenizer(),
-        processor=TextOnlyProcessor(),
+        processor=qwen3_vl_processor.processor(vocabulary.tokenizer()),
         scheduler=MiniMaxH3Scheduler(shift=12.0),
         audio_scheduler=MiniMaxH3Scheduler(shift=3.0),
+        **_CANVAS,
     )
-    pipeline.set_progress_bar_config(disable=True)
-    _quiet(pipeline._blocks)
+    hide_progress_bars(pipeline)
     return pipeline
 
 
@@ -79,14 +83,6 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if not kept & set(name.split(".")):
             parameter.data = parameter.data.to(dtype)
-
-
-def _quiet(block: Any) -> None:
-    """The bar belongs to the loop's block, and the pipeline's setting does not reach it."""
-    if hasattr(block, "progress_bar"):
-        block._progress_bar_config = {"disable": True}
-    for inner in block.sub_blocks.values():
-        _quiet(inner)
 
 
 def _transformer() -> MiniMaxH3Transformer3DModel:

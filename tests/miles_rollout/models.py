@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from miles_rollout import RolloutParams, RolloutParamsError, rollout
 from miles_rollout.loading import load_pipeline
-from tests.miles_rollout import tiny_cosmos3
+from tests.miles_rollout import tiny_cosmos3, tiny_h3
 from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators, rows_of
 
 STEPS = 4
@@ -49,8 +49,11 @@ def cosmos3(pipe, output_type, prompt, generator, negative_prompt=(None,), **arg
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One family. Row counts are those of the ``module`` calls of one step of all prompts."""
+    """One family, or one kind of request of it. Row counts are those of the ``module`` calls of one
+    step of all prompts."""
 
+    pipeline: str | None = None
+    """The tiny pipeline's name, if the case has another one."""
     call: Callable[..., Mapping[str, Any]] = images
     """(pipe, output_type, prompt=, generator=, ...) -> stream -> latents or media."""
     size: Mapping[str, Any] = field(
@@ -149,6 +152,10 @@ MODELS = {
         plain_rows=(1,),
     ),
 }
+for case, inputs in (("keyframes", tiny_h3.keyframes), ("references", tiny_h3.references)):
+    MODELS[f"tiny-minimax-h3-{case}"] = replace(
+        MODELS["tiny-minimax-h3"], pipeline="tiny-minimax-h3", inputs=inputs
+    )
 CASES = [
     pytest.param((name, cfg), id=f"{name}-{'cfg' if cfg else 'plain'}")
     for name, model in MODELS.items()
@@ -156,9 +163,13 @@ CASES = [
 ]
 
 
-@functools.cache
 def load(name, dtype=torch.float32):
-    """The tiny pipeline, built once; a test is skipped where diffusers is too old for it."""
+    """The tiny pipeline of a case, built once; a test is skipped where diffusers is too old."""
+    return _load(MODELS[name].pipeline or name, dtype)
+
+
+@functools.cache
+def _load(name, dtype):
     try:
         return load_pipeline(name, dtype)
     except RolloutParamsError as error:

@@ -316,6 +316,7 @@ def test_a_prompt_with_other_inputs_is_another_prompt(pipe, monkeypatch):
         return {"embeds": torch.zeros(1)}
 
     monkeypatch.setattr(QwenImageAdapter, "encode", encode)
+    monkeypatch.setattr(QwenImageAdapter, "inputs", frozenset({"image"}))
     engine = RolloutEngine(pipe)
     one, two = object(), object()
     for _ in range(2):

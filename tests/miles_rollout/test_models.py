@@ -217,11 +217,10 @@ def test_the_engine_is_the_stock_call_with_the_same_embeddings(case, dtype):
     (batch,) = engine_call(engine, model, cfg, params=ODE)
     how = model.engine_arguments(cfg)
     negative = how.pop("negative_prompt", None)
-    longest = how.get("max_sequence_length")
     inputs = [model.inputs()] * model.num_prompts if model.inputs else None
 
     def encode(prompts):
-        return engine.encode(prompts, max_sequence_length=longest, inputs=inputs)
+        return engine.encode(prompts, inputs=inputs, **how)
 
     collated = engine.adapter.collate(
         encode(model.prompts), None if negative is None else encode(negative)

@@ -58,7 +58,7 @@ def read_video(path: Path) -> Media:
         video=pixels.contiguous(),
         fps=fps,
         audio=audio,
-        sampling_rate=None if audio is None else int(rate),
+        sampling_rate=None if audio is None else rate,
     )
 
 

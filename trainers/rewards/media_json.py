@@ -95,9 +95,9 @@ def _png(image: Float[Tensor, "channels height width"]) -> bytes:
 
 
 def _read_png(data: bytes) -> Float[Tensor, "channels height width"]:
-    picture = Image.open(io.BytesIO(data), formats=["PNG", "JPEG", "WEBP"])
-    picture = picture if picture.mode in ("L", "RGB") else picture.convert("RGB")
-    array = np.asarray(picture, dtype=np.float32) / 255
+    with Image.open(io.BytesIO(data), formats=["PNG", "JPEG", "WEBP"]) as picture:
+        mode = picture.mode if picture.mode in ("L", "RGB") else "RGB"
+        array = np.asarray(picture.convert(mode), dtype=np.float32) / 255
     return torch.from_numpy(array[None] if array.ndim == 2 else array.transpose(2, 0, 1).copy())
 
 

@@ -35,7 +35,8 @@ def read_folder(
         raise ConfigError(
             f"score: no media; got {folder}; put {', '.join((*IMAGES, *VIDEOS))} files there"
         )
-    prompts, metadata = [], []
+    prompts: list[str] = []
+    metadata: list[Mapping[str, Any]] = []
     for path in paths:
         line = dict(lines.get(path.name, {}))
         beside = path.with_suffix(".txt")

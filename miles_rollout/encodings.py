@@ -1,0 +1,75 @@
+"""Prompts and what they come with, encoded: each distinct one once, then answered from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from miles_rollout.errors import RolloutParamsError
+from miles_rollout.pipelines.base import Encoding, PipelineAdapter
+
+
+class Encodings:
+    """What one pipeline made of the prompts and inputs that it was shown."""
+
+    def __init__(self, pipe: Any, adapter: PipelineAdapter) -> None:
+        self._pipe = pipe
+        self._adapter = adapter
+        # Each with the inputs of its key, which keeps their ids their own.
+        self._prepared: dict[Hashable, tuple[Any, Mapping[str, Any]]] = {}
+        self._encoded: dict[Hashable, tuple[Any, Encoding]] = {}
+
+    def check(
+        self,
+        prompts: Sequence[str],
+        inputs: Sequence[Mapping[str, Any]] | None,
+        sampling: Mapping[str, Any],
+    ) -> None:
+        """Raise ``RolloutParamsError`` for what cannot be encoded, before a model runs."""
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                raise RolloutParamsError(
+                    f"RolloutEngine.encode: prompts are strings; got {prompt!r}; pass a list of str"
+                )
+        checked = set()
+        for given in [{}] if inputs is None else inputs:
+            if (identity := _identity(given)) not in checked:
+                self._adapter.check_inputs(self._pipe, given, sampling)
+                checked.add(identity)
+
+    @torch.no_grad()
+    def encode(
+        self,
+        prompts: Sequence[str],
+        max_sequence_length: int | None,
+        inputs: Sequence[Mapping[str, Any]] | None,
+        sampling: Mapping[str, Any],
+    ) -> list[Encoding]:
+        """The encodings of prompts that were checked."""
+        dtype = self._pipe.dtype  # of the whole pipeline: what was encoded before a cast is stale
+        read = {name: sampling.get(name) for name in sorted(self._adapter.prepared_for)}
+        encoded = []
+        for prompt, given in zip(prompts, inputs or [{}] * len(prompts), strict=True):
+            common = (_identity(given), tuple(read.values()), dtype)
+            key = (prompt, max_sequence_length, common)
+            if key not in self._encoded:
+                if common not in self._prepared:
+                    kept = {n: list(v) if isinstance(v, list) else v for n, v in given.items()}
+                    made = self._adapter.prepare(self._pipe, kept, read)
+                    self._prepared[common] = (kept, made)
+                kept, made = self._prepared[common]
+                encoding = self._adapter.encode(self._pipe, prompt, max_sequence_length, made)
+                self._encoded[key] = (kept, encoding)
+            encoded.append(self._encoded[key][1])
+        return encoded
+
+
+def _identity(inputs: Mapping[str, Any]) -> Hashable:
+    """The same for the same objects; a list is the objects in it, in their order."""
+    return tuple(
+        (name, tuple(map(id, value)) if isinstance(value, (list, tuple)) else id(value))
+        for name, value in sorted(inputs.items())
+        if value is not None
+    )

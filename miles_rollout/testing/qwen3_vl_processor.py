@@ -1,0 +1,72 @@
+"""A ``Qwen3VLProcessor`` for text, images and videos that does without torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import BatchFeature, Qwen2Tokenizer, Qwen3VLProcessor
+
+_PATCH, _MERGE, _FRAMES = 16, 2, 2
+
+
+class TinyVideoProcessor:
+    """What the video processor of Qwen3-VL does with frames that were sampled already."""
+
+    patch_size, merge_size, temporal_patch_size = _PATCH, _MERGE, _FRAMES
+
+    def __call__(
+        self, videos: Sequence[np.ndarray], do_sample_frames: bool, return_tensors: str
+    ) -> BatchFeature:
+        """From videos [frames, height, width, 3] to patches of two frames each, and the grids."""
+        if do_sample_frames or return_tensors != "pt":
+            raise ValueError("TinyVideoProcessor: takes sampled frames and gives torch tensors")
+        by_frame = _image_processor(temporal_patch_size=1)
+        patches, grids = [], []
+        for video in videos:
+            frames = [*video] + [video[-1]] * (-len(video) % _FRAMES)
+            made = by_frame(images=frames, return_tensors="pt")
+            _, height, width = made["image_grid_thw"][0].tolist()
+            pairs = len(frames) // _FRAMES
+            # [pairs, frame, patches, channel, pixels] to [pairs, patches, channel, frame, pixels]
+            parts = made["pixel_values"].view(pairs, _FRAMES, height * width, 3, -1)
+            patches.append(parts.permute(0, 2, 3, 1, 4).reshape(pairs * height * width, -1))
+            grids.append([pairs, height, width])
+        return BatchFeature(
+            {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+        )
+
+
+class TinyQwen3VLProcessor(Qwen3VLProcessor):
+    """The real class over a tokenizer, with parts that work on PIL images and arrays."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
+        """Any part is taken: without torchvision transformers has no class to compare with."""
+        return type(argument)
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+        """The tokenizer: all else is the same for every instance."""
+        self.tokenizer.save_pretrained(save_directory)
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, subfolder: str = "", **kwargs: Any) -> Any:
+        """From a folder that ``save_pretrained`` wrote."""
+        return processor(Qwen2Tokenizer.from_pretrained(Path(name, subfolder)))
+
+
+def processor(tokenizer: Any) -> TinyQwen3VLProcessor:
+    """Patches of 16 pixels, merged 2 x 2, and pairs of frames, as in Qwen3-VL."""
+    return TinyQwen3VLProcessor(
+        _image_processor(temporal_patch_size=_FRAMES), tokenizer, TinyVideoProcessor()
+    )
+
+
+def _image_processor(temporal_patch_size: int) -> Any:
+    """The one that works on PIL images; older versions of transformers have no other."""
+    name = "Qwen2VLImageProcessor"
+    cls = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    return cls(patch_size=_PATCH, merge_size=_MERGE, temporal_patch_size=temporal_patch_size)
