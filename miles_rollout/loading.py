@@ -20,6 +20,8 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
     "tiny-sd3": ("tiny_sd3", {}),
     "tiny-minimax-h3": ("tiny_minimax_h3", {}),
+    "tiny-wan": ("tiny_wan", {"version": "2.1"}),
+    "tiny-wan2-2": ("tiny_wan", {"version": "2.2"}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

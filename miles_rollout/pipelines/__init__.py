@@ -18,6 +18,7 @@ ADAPTERS = {
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
+    "WanPipeline": "miles_rollout.pipelines.wan:WanAdapter",
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 

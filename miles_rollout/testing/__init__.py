@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from miles_rollout.testing.flux import tiny_flux
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.sd3 import tiny_sd3
+    from miles_rollout.testing.wan import tiny_wan
 
 __all__ = [
     "tiny_cosmos3",
@@ -28,6 +29,7 @@ __all__ = [
     "tiny_minimax_h3",
     "tiny_qwen_image",
     "tiny_sd3",
+    "tiny_wan",
 ]
 
 
@@ -46,6 +48,7 @@ _LAZY = {
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
+    "tiny_wan": _Lazy("wan", "WanPipeline", "0.33.0"),
 }
 
 

@@ -102,7 +102,8 @@ class Model:
         inputs = self.inputs() if self.inputs else {}
         how = {**self.engine_arguments(cfg), **inputs, **arguments}
         how.setdefault("generator", generators(self.num_prompts))
-        return self.call(pipe, output_type, prompt=list(self.prompts), **how)
+        how.setdefault("prompt", list(self.prompts))
+        return self.call(pipe, output_type, **how)
 
     def roll(self, pipe, cfg, params=None, seeds=None, **arguments):
         """A rollout of that call: trajectory and output."""
@@ -111,6 +112,8 @@ class Model:
             output = self.stock(pipe, cfg, **arguments)
         return session.trajectory, output
 
+
+VIDEO_SIZE = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 48}
 
 MODELS = {
     "tiny-qwen-image": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
@@ -140,6 +143,22 @@ MODELS = {
         rows_of=lambda _: 1,
         plain_rows=(1,),
         guided_rows=(1, 1),
+    ),
+    "tiny-wan": Model(
+        call=videos,
+        size=VIDEO_SIZE,
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-wan2-2": Model(
+        call=videos,
+        size=VIDEO_SIZE,
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0, "guidance_scale_2": 4.0},
+        guided_rows=(2, 2),
     ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,
