@@ -22,6 +22,7 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-minimax-h3": ("tiny_minimax_h3", {}),
     "tiny-wan": ("tiny_wan", {"version": "2.1"}),
     "tiny-wan2-2": ("tiny_wan", {"version": "2.2"}),
+    "tiny-z-image": ("tiny_z_image", {}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

@@ -19,6 +19,7 @@ ADAPTERS = {
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
     "WanPipeline": "miles_rollout.pipelines.wan:WanAdapter",
+    "ZImagePipeline": "miles_rollout.pipelines.z_image:ZImageAdapter",
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 

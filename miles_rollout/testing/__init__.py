@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.sd3 import tiny_sd3
     from miles_rollout.testing.wan import tiny_wan
+    from miles_rollout.testing.z_image import tiny_z_image
 
 __all__ = [
     "tiny_cosmos3",
@@ -30,6 +31,7 @@ __all__ = [
     "tiny_qwen_image",
     "tiny_sd3",
     "tiny_wan",
+    "tiny_z_image",
 ]
 
 
@@ -49,6 +51,7 @@ _LAZY = {
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
     "tiny_wan": _Lazy("wan", "WanPipeline", "0.33.0"),
+    "tiny_z_image": _Lazy("z_image", "ZImagePipeline", "0.36.0"),
 }
 
 

@@ -160,6 +160,9 @@ MODELS = {
         guided={"guidance_scale": 3.0, "guidance_scale_2": 4.0},
         guided_rows=(2, 2),
     ),
+    "tiny-z-image": Model(
+        plain={"guidance_scale": 0.0}, guided={"guidance_scale": 3.0}, guided_rows=(4,)
+    ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,
         size={"height": 32, "width": 32, "num_frames": 124},
