@@ -18,6 +18,7 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-flux": ("tiny_flux", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
+    "tiny-sana": ("tiny_sana", {}),
     "tiny-sd3": ("tiny_sd3", {}),
     "tiny-minimax-h3": ("tiny_minimax_h3", {}),
     "tiny-wan": ("tiny_wan", {"version": "2.1"}),

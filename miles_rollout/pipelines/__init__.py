@@ -17,6 +17,7 @@ ADAPTERS = {
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
+    "SanaPipeline": "miles_rollout.pipelines.sana:SanaAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
     "WanPipeline": "miles_rollout.pipelines.wan:WanAdapter",
     "ZImagePipeline": "miles_rollout.pipelines.z_image:ZImageAdapter",

@@ -160,6 +160,17 @@ MODELS = {
         guided={"guidance_scale": 3.0, "guidance_scale_2": 4.0},
         guided_rows=(2, 2),
     ),
+    "tiny-sana": Model(
+        size={
+            "height": 32,
+            "width": 32,
+            "max_sequence_length": 48,
+            "use_resolution_binning": False,
+        },
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(4,),
+    ),
     "tiny-z-image": Model(
         plain={"guidance_scale": 0.0}, guided={"guidance_scale": 3.0}, guided_rows=(4,)
     ),
