@@ -16,6 +16,7 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-cosmos3": ("tiny_cosmos3", {}),
     "tiny-cosmos3-modular": ("tiny_cosmos3_modular", {}),
     "tiny-flux": ("tiny_flux", {}),
+    "tiny-hunyuan-video-1-5": ("tiny_hunyuan_video15", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
     "tiny-sana": ("tiny_sana", {}),

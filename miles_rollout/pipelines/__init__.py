@@ -15,6 +15,7 @@ ADAPTERS = {
     "Cosmos3OmniModularPipeline": "miles_rollout.pipelines.cosmos3_modular:Cosmos3ModularAdapter",
     "Cosmos3OmniPipeline": "miles_rollout.pipelines.cosmos3:Cosmos3Adapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
+    "HunyuanVideo15Pipeline": "miles_rollout.pipelines.hunyuan_video15:HunyuanVideo15Adapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
     "SanaPipeline": "miles_rollout.pipelines.sana:SanaAdapter",

@@ -27,6 +27,16 @@ def videos(pipe, output_type, **arguments):
     return {"video": pipe(**arguments, output_type=output_type).frames}
 
 
+def guided_videos(pipe, output_type, guidance_scale, **arguments):
+    """A video pipeline's call where the scale is that of a component."""
+    held = pipe.guider
+    vars(pipe)["guider"] = held.new(guidance_scale=guidance_scale)
+    try:
+        return videos(pipe, output_type, **arguments)
+    finally:
+        vars(pipe)["guider"] = held
+
+
 def minimax_h3(pipe, output_type, prompt, generator, **arguments):
     """All of it at once: the latents are a list of streams, the media of rows."""
     (prompt,), (generator,) = prompt, generator
@@ -158,6 +168,14 @@ MODELS = {
         streams=("video",),
         plain={"guidance_scale": 1.0},
         guided={"guidance_scale": 3.0, "guidance_scale_2": 4.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-hunyuan-video-1-5": Model(
+        call=guided_videos,
+        size={"height": 32, "width": 32, "num_frames": 5},
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
         guided_rows=(2, 2),
     ),
     "tiny-sana": Model(

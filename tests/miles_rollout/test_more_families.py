@@ -12,7 +12,7 @@ from tests.miles_rollout.models import MODELS, load
 from tests.miles_rollout.test_image_families import fingerprint
 from tests.miles_rollout.tiny import ODE
 
-FAMILIES = ["tiny-wan", "tiny-wan2-2", "tiny-z-image", "tiny-sana"]
+FAMILIES = ["tiny-wan", "tiny-wan2-2", "tiny-z-image", "tiny-sana", "tiny-hunyuan-video-1-5"]
 GLYPHS = 'a sign that says "go"'
 """HunyuanVideo reads quoted words by an encoder of their own."""
 
@@ -46,6 +46,17 @@ def test_the_loop_of_a_subclass_is_the_one_that_runs(name):
         ("tiny-wan", {"num_frames": -3}, r"num_frames must be 4 n \+ 1, .* got -3"),
         ("tiny-z-image", {"width": 36}, "width must be divisible by 8, .* got 36; set width to"),
         ("tiny-z-image", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; repeat the"),
+        ("tiny-hunyuan-video-1-5", {"height": 40}, "height must be divisible by 16, .* got 40"),
+        (
+            "tiny-hunyuan-video-1-5",
+            {"num_frames": 4},
+            r"must be 4 n \+ 1, .* got 4; set num_frames",
+        ),
+        (
+            "tiny-hunyuan-video-1-5",
+            {"num_videos_per_prompt": 2},
+            "got num_videos_per_prompt 2; repeat the",
+        ),
         ("tiny-sana", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; repeat the"),
         ("tiny-wan", {"num_videos_per_prompt": 2}, "got num_videos_per_prompt 2; repeat the"),
     ],
