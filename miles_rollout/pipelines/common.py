@@ -1,4 +1,4 @@
-"""What several families share: refusals of a request, the guidance formula, stacked encodings."""
+"""What several families share: refusals, the guidance formula, encodings in a batch, decoding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from miles_rollout.errors import RolloutParamsError
+from miles_rollout.media import Media
 from miles_rollout.pipelines.base import Encoding
 
 
@@ -77,3 +78,12 @@ def stack(
 ) -> dict[str, Tensor]:
     """Entries of encodings that have one length, as a batch: the pipeline's arguments."""
     return {prefix + name: torch.stack([e[name] for e in encodings]) for name in names}
+
+
+def decode_images(pipe: Any, latents: Tensor) -> list[Media]:
+    """Undo scale and shift of latents [B, C, h, w], decode, and map to 0..1."""
+    config = pipe.vae.config
+    scaled = latents / config.scaling_factor + config.shift_factor
+    pixels = pipe.vae.decode(scaled, return_dict=False)[0]
+    images = pipe.image_processor.postprocess(pixels, output_type="pt")
+    return [Media(image=image.float()) for image in images]

@@ -14,6 +14,7 @@ from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapte
 from miles_rollout.pipelines.common import (
     check_not_expanded,
     check_sides,
+    decode_images,
     is_guided,
     two_blocks,
 )
@@ -130,12 +131,7 @@ class ZImageAdapter(PipelineAdapter):
         self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]
     ) -> list[Media]:
         """Undo scale and shift, decode, and map to 0..1."""
-        config, image = pipe.vae.config, latents["image"].to(pipe.vae.dtype)
-        pixels = pipe.vae.decode(
-            (image / config.scaling_factor) + config.shift_factor, return_dict=False
-        )[0]
-        images = pipe.image_processor.postprocess(pixels, output_type="pt")
-        return [Media(image=image.float()) for image in images]
+        return decode_images(pipe, latents["image"].to(pipe.vae.dtype))
 
 
 def _guide(positive: Tensor, negative: Tensor, guidance: Mapping[str, float | bool]) -> Tensor:
