@@ -117,7 +117,7 @@ class RolloutEngine:
         sample of every prompt). A row's noise depends on (seed, iteration, prompt id, sample) alone;
         ``prompt_ids`` default to positions. ``same_noise`` starts a group from one initial noise;
         with it, ``share_prefix`` computes the steps before the first stochastic one once a prompt.
-        Guidance is on where ``negative_prompt`` or a scale above 1 asks for it, never by a
+        Guidance is on where ``negative_prompt`` or a high enough scale asks for it, never by a
         pipeline's default alone. ``inputs`` holds what each prompt comes with, such as
         ``{"image": ...}``. ``sampling`` goes to the pipeline; an argument that it does not know is
         an error.
@@ -151,6 +151,7 @@ class RolloutEngine:
             scale=sampling.get(argument or ""),
             default=None if declared is None else declared.default,
             implied=self.adapter.implied_negative,
+            off=self.adapter.scale_off,
         )
         self._encodings.check(negatives or [], [], sampling)
         if max_sequence_length is not None:  # the pipeline cuts embeddings, too

@@ -17,10 +17,15 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-cosmos3": ("tiny_cosmos3", {}),
     "tiny-cosmos3-modular": ("tiny_cosmos3_modular", {}),
     "tiny-flux": ("tiny_flux", {}),
+    "tiny-hunyuan-video-1-5": ("tiny_hunyuan_video15", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
+    "tiny-sana": ("tiny_sana", {}),
     "tiny-sd3": ("tiny_sd3", {}),
     "tiny-minimax-h3": ("tiny_minimax_h3", {}),
+    "tiny-wan": ("tiny_wan", {"version": "2.1"}),
+    "tiny-wan2-2": ("tiny_wan", {"version": "2.2"}),
+    "tiny-z-image": ("tiny_z_image", {}),
 }
 """Name -> function of ``miles_rollout.testing`` and its arguments."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls
+from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls, map_tree
 from miles_rollout.errors import RolloutParamsError
 
 
@@ -23,9 +23,12 @@ class Conditions:
     num_samples: int
     steps: StepCalls
     batch_axes: Mapping[str, int | None]
-    """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut."""
+    """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut.
+
+    Axis 0 of a list is the list itself: one entry a row, and nothing of the entries is cut."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named."""
+    """Argument name -> how often its batch axis holds all rows at most, block after block; 1 if not
+    named. A call of a step without guidance may hold fewer."""
 
     def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
         """The calls of a step, with the streams' states filled in."""
@@ -40,33 +43,43 @@ class Conditions:
         if list(rows) == list(range(self.num_samples)):
             return self
 
+        entries: set[int] = set()  # ids of what stands in lists of rows
+
+        def cut_list(name: str, value: Any) -> Any:
+            if not isinstance(value, list) or self.batch_axes.get(name) != 0:
+                return value
+            chosen = [value[at] for at in self._places(name, len(value), rows)]
+            map_tree(lambda _, leaf: entries.add(id(leaf)), chosen, name)
+            return chosen
+
+        def cut_lists(call: DenoiserCall) -> DenoiserCall:
+            args = tuple(cut_list(str(i), arg) for i, arg in enumerate(call.args))
+            kwargs = {name: cut_list(name, value) for name, value in call.kwargs.items()}
+            return replace(call, args=args, kwargs=kwargs)
+
         def cut(name: str, leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
+            if not isinstance(leaf, Tensor) or id(leaf) in entries:
                 return leaf
             axis = self._axis(name)
             if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
                 return leaf
-            blocks = self.blocks.get(name, 1)
-            if leaf.shape[axis] != blocks * self.num_samples:
-                raise RolloutParamsError(
-                    f"trajectory: the denoiser's argument {name!r} should hold {blocks} x "
-                    f"{self.num_samples} rows; got {leaf.shape[axis]}; declare its batch axis and "
-                    "blocks in the adapter"
-                )
-            chosen = [block * self.num_samples + row for block in range(blocks) for row in rows]
+            chosen = self._places(name, leaf.shape[axis], rows)
             return leaf.index_select(axis, _index(chosen, leaf))
-
-        def cut_lists(call: DenoiserCall) -> DenoiserCall:
-            kwargs = {
-                name: [value[r] for r in rows]
-                if isinstance(value, list) and self.batch_axes.get(name) == 0
-                else value
-                for name, value in call.kwargs.items()
-            }
-            return replace(call, kwargs=kwargs)
 
         steps = {s: [cut_lists(c) for c in calls] for s, calls in self.steps.items()}
         return replace(self, num_samples=len(rows), steps=map_calls(cut, steps))
+
+    def _places(self, name: str, size: int, rows: Sequence[int]) -> list[int]:
+        """Where the rows stand on a batch axis of this size: once in each block."""
+        blocks, rest = divmod(size, self.num_samples)
+        most = self.blocks.get(name, 1)
+        if rest or not 1 <= blocks <= most:
+            raise RolloutParamsError(
+                f"trajectory: the denoiser's argument {name!r} should hold {most} x "
+                f"{self.num_samples} rows; got {size}; declare its batch axis and blocks in the "
+                "adapter"
+            )
+        return [block * self.num_samples + row for block in range(blocks) for row in rows]
 
     def _axis(self, name: str) -> int | None:
         if name not in self.batch_axes:

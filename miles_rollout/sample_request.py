@@ -138,14 +138,15 @@ def negative_prompts(
     scale: float | int | None,
     default: float | int | None,
     implied: str | None,
+    off: float | int = 1,
 ) -> list[str] | None:
     """One negative prompt a prompt; warns where guidance is asked for and cannot be on.
 
     ``argument`` names the scale, ``default`` is the pipeline's own, ``implied`` the negative prompt
-    of a pipeline whose guidance does without one.
+    of a pipeline whose guidance does without one, ``off`` the largest scale without guidance.
     """
     if negative is None:
-        if scale is None or scale <= 1:
+        if scale is None or scale <= off:
             return None
         if implied is None:
             _warn(
@@ -155,10 +156,10 @@ def negative_prompts(
             return None
         negative = implied
     scale = default if scale is None else scale
-    if scale is not None and scale <= 1:
+    if scale is not None and scale <= off:
         _warn(
             f"negative_prompt has no effect at {argument} {scale}; got {negative!r}; set "
-            f"{argument} > 1"
+            f"{argument} > {off:g}"
         )
     values = [negative] * count if isinstance(negative, str) else list(negative)
     if len(values) != count:

@@ -122,6 +122,8 @@ class RolloutSession:
                 f"{held.next_step}; got a second call or loop; open one scope a call"
             )
         controller = controller_for(scheduler, self.params, self.seeds, name)
+        if controller.plan.sde_steps:
+            self._adapter.check_stochastic(self._pipe, self._request or {})
         check_one_length({**self._controllers, name: controller})
         self._controllers[name] = controller
 

@@ -15,9 +15,13 @@ ADAPTERS = {
     "Cosmos3OmniModularPipeline": "miles_rollout.pipelines.cosmos3_modular:Cosmos3ModularAdapter",
     "Cosmos3OmniPipeline": "miles_rollout.pipelines.cosmos3:Cosmos3Adapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
+    "HunyuanVideo15Pipeline": "miles_rollout.pipelines.hunyuan_video15:HunyuanVideo15Adapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
+    "SanaPipeline": "miles_rollout.pipelines.sana:SanaAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
+    "WanPipeline": "miles_rollout.pipelines.wan:WanAdapter",
+    "ZImagePipeline": "miles_rollout.pipelines.z_image:ZImageAdapter",
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 

@@ -44,12 +44,16 @@ class PipelineAdapter(ABC):
     denoisers: ClassVar[tuple[str, ...]]
     """Components whose calls are recorded and replayed."""
     batch_axes: ClassVar[Mapping[str, int | None]]
-    """Denoiser argument -> batch axis, None for what all rows share."""
+    """Denoiser argument -> batch axis, None for what all rows share; a positional one by its index.
+
+    0 for a list that has one entry a row."""
     sampling: ClassVar[frozenset[str]]
     """Pipeline arguments that a caller of the engine may set."""
     scale_argument: ClassVar[str | None]
-    """The pipeline argument that turns guidance by a negative prompt on, with a value above 1; None
-    where the model is never guided."""
+    """The pipeline argument that turns guidance by a negative prompt on, with a value above
+    ``scale_off``; None where the model is never guided."""
+    scale_off: ClassVar[float] = 1.0
+    """The largest scale at which guidance is off."""
     implied_negative: ClassVar[str | None]
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
     scheduler_streams: ClassVar[Mapping[str, str]] = {}
@@ -73,6 +77,13 @@ class PipelineAdapter(ABC):
     def num_steps(self, num_inference_steps: int) -> int:
         """T, the denoiser evaluations that ``num_inference_steps`` asks for."""
         return num_inference_steps
+
+    def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
+        """Refuse a request with a stochastic step, of a pipeline whose steps have no density.
+
+        Asked once a schedule with such a step is known, before the denoiser runs.
+        """
+        return None
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the pipeline will take them, where it fills in or rounds some."""
@@ -104,7 +115,7 @@ class PipelineAdapter(ABC):
 
     @abstractmethod
     def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
-        """Denoiser argument -> blocks of rows in it, for those that hold more than one block."""
+        """Denoiser argument -> blocks of rows in it at most, for those that hold more than one."""
 
     @abstractmethod
     def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:

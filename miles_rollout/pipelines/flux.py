@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor
 
-from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
+from miles_rollout.pipelines.common import (
+    check_not_expanded,
+    check_sides,
+    decode_images,
+    guide,
+    refuse,
+    stack,
+)
+
+_EMBEDS = ["prompt_embeds", "pooled_prompt_embeds"]
 
 
 @final
@@ -45,24 +53,14 @@ class FluxAdapter(PipelineAdapter):
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and what replay does not cover."""
-        multiple = pipe.vae_scale_factor * 2
-        for side in ("height", "width"):
-            if request.get(side) is not None and request[side] % multiple:
-                raise RolloutParamsError(
-                    f"rollout: {side} must be divisible by {multiple}, or the pipeline rounds it; "
-                    f"got {request[side]}; set {side} to a multiple of {multiple}"
-                )
-        if request.get("num_images_per_prompt", 1) != 1:
-            raise RolloutParamsError(
-                "rollout: prompts are expanded by the caller, one seed a row; got "
-                f"num_images_per_prompt {request['num_images_per_prompt']}; repeat the prompt in "
-                "the list instead"
-            )
+        check_sides(request, pipe.vae_scale_factor * 2)
+        check_not_expanded(request, "num_images_per_prompt")
         for name, value in request.items():
             if "ip_adapter_image" in name and value is not None:
-                raise RolloutParamsError(
-                    "rollout: an image prompt reaches the denoiser in a way that replay cannot cut "
-                    f"into rows; got {name}; leave it out"
+                refuse(
+                    "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
+                    name,
+                    "leave it out",
                 )
 
     def num_rows(
@@ -97,7 +95,7 @@ class FluxAdapter(PipelineAdapter):
         if not step.guidance["do_true_cfg"]:
             return {"image": step.outputs[0][0]}
         positive, negative = step.outputs[0][0], step.outputs[1][0]
-        return {"image": negative + step.guidance["true_cfg_scale"] * (positive - negative)}
+        return {"image": guide(negative, positive, step.guidance["true_cfg_scale"])}
 
     def encode(
         self,
@@ -110,22 +108,16 @@ class FluxAdapter(PipelineAdapter):
         embeds, pooled, _ = pipe.encode_prompt(
             prompt=prompt, max_sequence_length=max_sequence_length or 512
         )
-        return {"embeds": embeds[0], "pooled": pooled[0]}
+        return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """Every prompt has one length: only stacked."""
-        arguments: dict[str, Any] = {
-            "prompt_embeds": torch.stack([e["embeds"] for e in encodings]),
-            "pooled_prompt_embeds": torch.stack([e["pooled"] for e in encodings]),
-        }
+        arguments: dict[str, Any] = stack(encodings, _EMBEDS)
         if negatives is None:
             return arguments | {"true_cfg_scale": 1.0}
-        return arguments | {
-            "negative_prompt_embeds": torch.stack([e["embeds"] for e in negatives]),
-            "negative_pooled_prompt_embeds": torch.stack([e["pooled"] for e in negatives]),
-        }
+        return arguments | stack(negatives, _EMBEDS, "negative_")
 
     def latents(self, output: Any) -> dict[str, Tensor]:
         """Packed [B, tokens, channels]."""
@@ -135,11 +127,7 @@ class FluxAdapter(PipelineAdapter):
         self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]
     ) -> list[Media]:
         """Unpack, undo scale and shift, decode, and map to 0..1."""
-        config, factor = pipe.vae.config, pipe.vae_scale_factor
+        factor = pipe.vae_scale_factor
         side = pipe.default_sample_size * factor
         size = (request.get("height") or side, request.get("width") or side)
-        unpacked = pipe._unpack_latents(latents["image"], *size, factor)
-        scaled = unpacked / config.scaling_factor + config.shift_factor
-        pixels = pipe.vae.decode(scaled, return_dict=False)[0]
-        images = pipe.image_processor.postprocess(pixels, output_type="pt")
-        return [Media(image=image.float()) for image in images]
+        return decode_images(pipe, pipe._unpack_latents(latents["image"], *size, factor))

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
-import torch
 from torch import Tensor
 
-from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
+from miles_rollout.pipelines.common import (
+    check_not_expanded,
+    classifier_free,
+    decode_images,
+    guide,
+    is_guided,
+    refuse,
+    stack,
+    two_blocks,
+)
+
+_EMBEDS = ["prompt_embeds", "pooled_prompt_embeds"]
 
 
 @final
@@ -43,40 +53,34 @@ class SD3Adapter(PipelineAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse what replay does not cover."""
         if request.get("skip_guidance_layers") is not None:
-            raise RolloutParamsError(
-                "rollout: skip-layer guidance adds denoiser calls to some steps only, which replay "
-                f"does not combine; got skip_guidance_layers {request['skip_guidance_layers']}; "
-                "leave it out"
+            refuse(
+                "skip-layer guidance adds denoiser calls to some steps only, which replay does not "
+                "combine",
+                f"skip_guidance_layers {request['skip_guidance_layers']}",
+                "leave it out",
             )
-        if request.get("num_images_per_prompt", 1) != 1:
-            raise RolloutParamsError(
-                "rollout: prompts are expanded by the caller, one seed a row; got "
-                f"num_images_per_prompt {request['num_images_per_prompt']}; repeat the prompt in "
-                "the list instead"
-            )
+        check_not_expanded(request, "num_images_per_prompt")
         for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
             if request.get(name) is not None:
-                raise RolloutParamsError(
-                    "rollout: an image prompt reaches the denoiser in a way that replay cannot cut "
-                    f"into rows; got {name}; leave it out"
+                refuse(
+                    "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
+                    name,
+                    "leave it out",
                 )
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
     ) -> int | None:
         """The latents' batch, of which guidance makes two."""
-        return len(kwargs["hidden_states"]) // (2 if _is_guided(guidance) else 1)
+        return len(kwargs["hidden_states"]) // (2 if is_guided(guidance) else 1)
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1, by an empty negative prompt if there is none."""
-        scale = float(request["guidance_scale"])
-        guided = scale > 1
-        return {"do_classifier_free_guidance": guided, "guidance_scale": scale if guided else 1.0}
+        return classifier_free(request)
 
     def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
         """Two with CFG, in every argument that has rows."""
-        rows = [name for name, axis in self.batch_axes.items() if axis is not None]
-        return dict.fromkeys(rows, 2) if _is_guided(guidance) else {}
+        return two_blocks(self.batch_axes, guidance)
 
     def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:
         """One, with or without CFG."""
@@ -84,10 +88,10 @@ class SD3Adapter(PipelineAdapter):
 
     def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """``neg + scale (pos - neg)``."""
-        if not _is_guided(step.guidance):
+        if not is_guided(step.guidance):
             return {"image": step.outputs[0][0]}
         negative, positive = step.outputs[0][0].chunk(2)
-        return {"image": negative + step.guidance["guidance_scale"] * (positive - negative)}
+        return {"image": guide(negative, positive, step.guidance["guidance_scale"])}
 
     def encode(
         self,
@@ -104,22 +108,16 @@ class SD3Adapter(PipelineAdapter):
             do_classifier_free_guidance=False,
             max_sequence_length=max_sequence_length or 256,
         )
-        return {"embeds": embeds[0], "pooled": pooled[0]}
+        return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """Every prompt has one length: only stacked."""
-        arguments: dict[str, Any] = {
-            "prompt_embeds": torch.stack([e["embeds"] for e in encodings]),
-            "pooled_prompt_embeds": torch.stack([e["pooled"] for e in encodings]),
-        }
+        arguments: dict[str, Any] = stack(encodings, _EMBEDS)
         if negatives is None:
             return arguments | {"guidance_scale": 1.0}
-        return arguments | {
-            "negative_prompt_embeds": torch.stack([e["embeds"] for e in negatives]),
-            "negative_pooled_prompt_embeds": torch.stack([e["pooled"] for e in negatives]),
-        }
+        return arguments | stack(negatives, _EMBEDS, "negative_")
 
     def latents(self, output: Any) -> dict[str, Tensor]:
         """[B, C, h, w]."""
@@ -129,12 +127,4 @@ class SD3Adapter(PipelineAdapter):
         self, pipe: Any, latents: Mapping[str, Tensor], request: Mapping[str, Any]
     ) -> list[Media]:
         """Undo scale and shift, decode, and map to 0..1."""
-        config = pipe.vae.config
-        scaled = latents["image"] / config.scaling_factor + config.shift_factor
-        pixels = pipe.vae.decode(scaled, return_dict=False)[0]
-        images = pipe.image_processor.postprocess(pixels, output_type="pt")
-        return [Media(image=image.float()) for image in images]
-
-
-def _is_guided(guidance: Mapping[str, float | bool]) -> bool:
-    return bool(guidance["do_classifier_free_guidance"])
+        return decode_images(pipe, latents["image"])

@@ -17,17 +17,25 @@ if TYPE_CHECKING:
         tiny_cosmos3_modular,
     )
     from miles_rollout.testing.flux import tiny_flux
+    from miles_rollout.testing.hunyuan_video15 import tiny_hunyuan_video15
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
+    from miles_rollout.testing.sana import tiny_sana
     from miles_rollout.testing.sd3 import tiny_sd3
+    from miles_rollout.testing.wan import tiny_wan
+    from miles_rollout.testing.z_image import tiny_z_image
 
 __all__ = [
     "tiny_cosmos3",
     "tiny_cosmos3_distilled",
     "tiny_cosmos3_modular",
     "tiny_flux",
+    "tiny_hunyuan_video15",
     "tiny_minimax_h3",
     "tiny_qwen_image",
+    "tiny_sana",
     "tiny_sd3",
+    "tiny_wan",
+    "tiny_z_image",
 ]
 
 
@@ -44,8 +52,12 @@ _LAZY = {
     "tiny_cosmos3_distilled": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
     "tiny_cosmos3_modular": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
+    "tiny_hunyuan_video15": _Lazy("hunyuan_video15", "HunyuanVideo15Pipeline", "0.36.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
+    "tiny_sana": _Lazy("sana", "SanaPipeline", "0.32.0"),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
+    "tiny_wan": _Lazy("wan", "WanPipeline", "0.33.0"),
+    "tiny_z_image": _Lazy("z_image", "ZImagePipeline", "0.36.0"),
 }
 
 

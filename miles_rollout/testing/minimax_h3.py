@@ -18,12 +18,11 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
-from torch import nn
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from miles_rollout.loading import hide_progress_bars
 from miles_rollout.testing import qwen3_vl_processor, vocabulary
-from miles_rollout.testing.weights import enliven
+from miles_rollout.testing.weights import cast, enliven
 
 _TEXT = 32
 _LATENT_CHANNELS = 4
@@ -63,7 +62,7 @@ def tiny_minimax_h3(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
         enliven(module, generator)
         module.eval()
     for name in ("transformer", "transformer_ref", "text_encoder"):
-        _cast(modules[name], dtype)
+        cast(modules[name], dtype)
     pipeline = MiniMaxH3Blocks().init_pipeline()
     pipeline.update_components(
         **modules,
@@ -75,14 +74,6 @@ def tiny_minimax_h3(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any
     )
     hide_progress_bars(pipeline)
     return pipeline
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """As loading in this dtype does: some parts stay in float32."""
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in module.named_parameters():
-        if not kept & set(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
 
 
 def _transformer() -> MiniMaxH3Transformer3DModel:

@@ -58,14 +58,32 @@ def build() -> dict[str, Any]:
     }
 
 
-def tokenizer() -> Qwen2Tokenizer:
-    """A real ``Qwen2Tokenizer`` over the committed vocabulary."""
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen's, for pipelines that do not write it out themselves."""
+
+
+def tokenizer(*, words: bool = True) -> Qwen2Tokenizer:
+    """A real ``Qwen2Tokenizer`` over the committed vocabulary.
+
+    Without ``words`` every byte is a token, so that short prompts of different length stay so
+    where a pipeline rounds lengths up.
+    """
     data = json.loads(FILE.read_text(encoding="ascii"))
     return Qwen2Tokenizer(
         vocab=data["vocab"],
-        merges=[tuple(merge) for merge in data["merges"]],
+        merges=[tuple(merge) for merge in data["merges"]] if words else [],
         model_max_length=131072,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         extra_special_tokens=list(SPECIAL[1:]),
     )
+
+
+def chat_tokenizer(*, words: bool = True) -> Qwen2Tokenizer:
+    """The same with a chat template."""
+    made = tokenizer(words=words)
+    made.chat_template = CHAT_TEMPLATE
+    return made

@@ -19,3 +19,11 @@ def enliven(module: nn.Module, generator: torch.Generator) -> None:
             elif weight.dim() == 2:
                 std = weight.shape[1] ** -0.5
                 weight.copy_(std * torch.randn(weight.shape, generator=generator))
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts in place as loading in this dtype does: what a class keeps in float32 stays so."""
+    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in module.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(dtype)

@@ -27,6 +27,16 @@ def videos(pipe, output_type, **arguments):
     return {"video": pipe(**arguments, output_type=output_type).frames}
 
 
+def guided_videos(pipe, output_type, guidance_scale, **arguments):
+    """A video pipeline's call where the scale is that of a component."""
+    held = pipe.guider
+    vars(pipe)["guider"] = held.new(guidance_scale=guidance_scale)
+    try:
+        return videos(pipe, output_type, **arguments)
+    finally:
+        vars(pipe)["guider"] = held
+
+
 def minimax_h3(pipe, output_type, prompt, generator, **arguments):
     """All of it at once: the latents are a list of streams, the media of rows."""
     (prompt,), (generator,) = prompt, generator
@@ -105,7 +115,8 @@ class Model:
         inputs = self.inputs() if self.inputs else {}
         how = {**self.engine_arguments(cfg), **inputs, **arguments}
         how.setdefault("generator", generators(self.num_prompts))
-        return self.call(pipe, output_type, prompt=list(self.prompts), **how)
+        how.setdefault("prompt", list(self.prompts))
+        return self.call(pipe, output_type, **how)
 
     def roll(self, pipe, cfg, params=None, seeds=None, **arguments):
         """A rollout of that call: trajectory and output."""
@@ -114,6 +125,8 @@ class Model:
             output = self.stock(pipe, cfg, **arguments)
         return session.trajectory, output
 
+
+VIDEO_SIZE = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 48}
 
 MODELS = {
     "tiny-qwen-image": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
@@ -143,6 +156,44 @@ MODELS = {
         rows_of=lambda _: 1,
         plain_rows=(1,),
         guided_rows=(1, 1),
+    ),
+    "tiny-wan": Model(
+        call=videos,
+        size=VIDEO_SIZE,
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-wan2-2": Model(
+        call=videos,
+        size=VIDEO_SIZE,
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0, "guidance_scale_2": 4.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-hunyuan-video-1-5": Model(
+        call=guided_videos,
+        size={"height": 32, "width": 32, "num_frames": 5},
+        streams=("video",),
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-sana": Model(
+        size={
+            "height": 32,
+            "width": 32,
+            "max_sequence_length": 48,
+            "use_resolution_binning": False,
+        },
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(4,),
+    ),
+    "tiny-z-image": Model(
+        plain={"guidance_scale": 0.0}, guided={"guidance_scale": 3.0}, guided_rows=(4,)
     ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,

@@ -176,3 +176,32 @@ def test_blocks_that_nobody_declared_are_refused_and_never_guessed():
     whole = conditions({"x": 0}, x=torch.ones(4))
     with pytest.raises(RolloutParamsError, match=r"'x' should hold 1 x 2 rows; got 4; declare"):
         whole.select([1])
+
+
+def test_a_list_with_an_entry_a_row_is_cut_as_a_list_whatever_the_entries_are():
+    rows = [torch.arange(3.0) + row for row in range(4)]
+    recorder, _ = record([row.view(1, 3) for row in rows], texts=rows, names=["a", "b"])
+    whole = Conditions(
+        num_samples=2,
+        steps=recorder.steps,
+        batch_axes={"0": 0, "texts": 0, "names": 0},
+        blocks={"0": 2, "texts": 2},
+    )
+    cut = whole.select([1]).steps[0][0]
+    assert [row[0, 0].item() for row in cut.args[0]] == [1, 3]
+    assert [row.tolist() for row in cut.kwargs["texts"]] == [[1, 2, 3], [3, 4, 5]]
+    assert cut.kwargs["names"] == ["b"]
+
+
+def test_a_step_may_hold_fewer_blocks_than_declared_and_no_part_of_one():
+    for size, chosen in ((2, [1]), (4, [1, 3])):
+        recorder, _ = record(x=torch.arange(size), rows=list(range(size)))
+        axes, blocks = {"x": 0, "rows": 0}, {"x": 2, "rows": 2}
+        whole = Conditions(num_samples=2, steps=recorder.steps, batch_axes=axes, blocks=blocks)
+        cut = whole.select([1]).steps[0][0].kwargs
+        assert cut["x"].tolist() == cut["rows"] == chosen
+    for value in (torch.arange(3), list(range(6)), []):
+        recorder, _ = record(x=value)
+        whole = Conditions(num_samples=2, steps=recorder.steps, batch_axes=axes, blocks=blocks)
+        with pytest.raises(RolloutParamsError, match=f"hold 2 x 2 rows; got {len(value)}; declare"):
+            whole.select([1])

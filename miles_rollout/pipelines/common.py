@@ -1,0 +1,89 @@
+"""What several families share: refusals, the guidance formula, encodings in a batch, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from miles_rollout.errors import RolloutParamsError
+from miles_rollout.media import Media
+from miles_rollout.pipelines.base import Encoding
+
+
+def refuse(problem: str, value: object, advice: str) -> NoReturn:
+    """Raise ``RolloutParamsError``: "rollout: problem; got value; advice"."""
+    raise RolloutParamsError(f"rollout: {problem}; got {value}; {advice}")
+
+
+def check_sides(request: Mapping[str, Any], multiple: int) -> None:
+    """Refuse a height or a width that the pipeline would round."""
+    for side in ("height", "width"):
+        value = request.get(side)
+        if value is not None and value % multiple:
+            refuse(
+                f"{side} must be divisible by {multiple}, or the pipeline rounds it",
+                value,
+                f"set {side} to a multiple of {multiple}",
+            )
+
+
+def check_frames(request: Mapping[str, Any], compression: int) -> None:
+    """Refuse a number of frames that the pipeline would round: one, and then whole groups."""
+    frames = request["num_frames"]
+    if frames < 1 or (frames - 1) % compression:
+        refuse(
+            f"num_frames must be {compression} n + 1, or the pipeline rounds it",
+            frames,
+            f"set num_frames to a multiple of {compression}, plus 1",
+        )
+
+
+def check_not_expanded(request: Mapping[str, Any], argument: str) -> None:
+    """Refuse the pipeline's own expansion of prompts: rows have a seed each."""
+    if request.get(argument, 1) != 1:
+        refuse(
+            "prompts are expanded by the caller, one seed a row",
+            f"{argument} {request[argument]}",
+            "repeat the prompt in the list instead",
+        )
+
+
+def guide(negative: Tensor, positive: Tensor, scale: float | int) -> Tensor:
+    """Classifier-free guidance (arXiv 2207.12598) in diffusers' order of operations."""
+    return negative + scale * (positive - negative)
+
+
+def classifier_free(request: Mapping[str, Any]) -> dict[str, float | bool]:
+    """Guidance that is on with a ``guidance_scale`` above 1, whatever the negative prompt."""
+    scale = float(request["guidance_scale"])
+    return {"do_classifier_free_guidance": scale > 1, "guidance_scale": max(scale, 1.0)}
+
+
+def is_guided(guidance: Mapping[str, float | bool]) -> bool:
+    """Whether `classifier_free` found guidance on."""
+    return bool(guidance["do_classifier_free_guidance"])
+
+
+def two_blocks(axes: Mapping[str, int | None], guidance: Mapping[str, float | bool]) -> Any:
+    """Two blocks in every argument that has rows, for guidance that is one call."""
+    rows = [name for name, axis in axes.items() if axis is not None]
+    return dict.fromkeys(rows, 2) if is_guided(guidance) else {}
+
+
+def stack(
+    encodings: Sequence[Encoding], names: Collection[str], prefix: str = ""
+) -> dict[str, Tensor]:
+    """Entries of encodings that have one length, as a batch: the pipeline's arguments."""
+    return {prefix + name: torch.stack([e[name] for e in encodings]) for name in names}
+
+
+def decode_images(pipe: Any, latents: Tensor) -> list[Media]:
+    """Undo scale and shift of latents [B, C, h, w], decode, and map to 0..1."""
+    config = pipe.vae.config
+    scaled = latents / config.scaling_factor + config.shift_factor
+    pixels = pipe.vae.decode(scaled, return_dict=False)[0]
+    images = pipe.image_processor.postprocess(pixels, output_type="pt")
+    return [Media(image=image.float()) for image in images]
