@@ -119,7 +119,10 @@ def _special_ids() -> dict[str, int]:
 
 
 def _image_processor(patch_size: int) -> Any:
-    """The one that works on PIL images; older versions of transformers have no other."""
+    """The one that works on PIL images; older versions of transformers have no other.
+
+    It takes small pictures as they are: Qwen-Image-2.1 needs a patch for every latent.
+    """
     name = "Qwen2VLImageProcessor"
     cls = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return cls(patch_size=patch_size, merge_size=2)
+    return cls(patch_size=patch_size, merge_size=2, min_pixels=(2 * patch_size) ** 2)

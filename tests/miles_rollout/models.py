@@ -58,6 +58,8 @@ class Model:
     guided_rows: tuple[int, ...] = ()
     negative: bool = True
     """Guidance takes a negative prompt."""
+    stock_only: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the pipeline that the engine passes by itself."""
     inputs: Callable[[], Mapping[str, Any]] | None = None
     """What each prompt comes with."""
     text_tolerance: float = 1e-3
@@ -86,7 +88,7 @@ class Model:
     def stock(self, pipe, cfg, output_type="latent", **arguments):
         """The pipeline's own call."""
         inputs = self.inputs() if self.inputs else {}
-        how = {**self.engine_arguments(cfg), **inputs, **arguments}
+        how = {**self.engine_arguments(cfg), **self.stock_only, **inputs, **arguments}
         how.setdefault("generator", generators(self.num_prompts))
         return self.call(pipe, output_type, prompt=list(self.prompts), **how)
 
@@ -100,6 +102,13 @@ class Model:
 
 MODELS = {
     "tiny-qwen-image": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
+    "tiny-qwen-image-2-1": Model(
+        # Replay needs the cache off; the engine sees to it itself.
+        size={"height": 64, "width": 64},
+        stock_only={"use_kv_cache": False},
+        guided={"true_cfg_scale": 3.0},
+        guided_rows=(2, 2),
+    ),
     "tiny-sd3": Model(
         guided={"guidance_scale": 3.0}, guided_rows=(4,), plain={"guidance_scale": 1.0}
     ),
