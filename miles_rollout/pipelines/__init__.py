@@ -12,6 +12,9 @@ ADAPTERS = {
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImage21Pipeline": "miles_rollout.pipelines.qwen_image_2_1:QwenImage21Adapter",
+    "QwenImageEditPlusPipeline": (
+        "miles_rollout.pipelines.qwen_image_edit_plus:QwenImageEditPlusAdapter"
+    ),
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
 }

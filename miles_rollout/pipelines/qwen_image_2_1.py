@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
-from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
+from miles_rollout.pipelines.base import DenoisingStep, Encoding
+from miles_rollout.pipelines.two_calls import (
+    TwoCallAdapter,
+    check_not_expanded,
+    check_sizes,
+    pad,
+    refuse,
+    true_cfg,
+)
 
 
 @final
-class QwenImage21Adapter(PipelineAdapter):
+class QwenImage21Adapter(TwoCallAdapter):
     """``QwenImage21Pipeline``: text to image, one stream, one or two denoiser calls a step.
 
     The picture stands behind the padded prompt, so its position depends on the longest prompt of a
@@ -56,26 +62,14 @@ class QwenImage21Adapter(PipelineAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the cache, sizes that the pipeline would round, and its expansion of prompts."""
         if request.get("use_kv_cache", True) and pipe.transformer.config.causal_condition:
-            _refuse(
+            refuse(
                 "a later denoiser call depends on a cache that the first one fills, so that "
                 "replay would differ",
                 "use_kv_cache True, the pipeline's default",
                 "use_kv_cache=False",
             )
-        multiple = pipe.vae_scale_factor * 2
-        for side in ("height", "width", "output_resolution"):
-            if request.get(side) is not None and request[side] % multiple:
-                _refuse(
-                    f"{side} must be divisible by {multiple}, or the pipeline rounds it",
-                    request[side],
-                    f"{side} to a multiple of {multiple}",
-                )
-        if request.get("num_images_per_prompt", 1) != 1:
-            _refuse(
-                "prompts are expanded by the caller, one seed a row",
-                f"num_images_per_prompt {request['num_images_per_prompt']}",
-                "it to 1 and repeat the prompt in the list instead",
-            )
+        check_sizes(request, pipe.vae_scale_factor * 2, "height", "width", "output_resolution")
+        check_not_expanded(request)
         own, steps = pipe.config.sample_sigmas, request.get("num_inference_steps", 40)
         if own is not None and request.get("sigmas") is None and steps not in (40, len(own)):
             warnings.warn(
@@ -97,27 +91,9 @@ class QwenImage21Adapter(PipelineAdapter):
         height, width = request.get("height") or height, request.get("width") or width
         return {**request, "height": height, "width": width}
 
-    def num_rows(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
-    ) -> int | None:
-        """The latents' batch: the guidance branches are calls of their own."""
-        return len(kwargs["hidden_states"])
-
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1 and a negative prompt, and off without either."""
-        scale = float(request.get("true_cfg_scale", 1.0))
-        negative = ("negative_prompt", "negative_prompt_embeds")
-        has_negative = any(request.get(name) is not None for name in negative)
-        do_true_cfg = scale > 1 and has_negative
-        return {"do_true_cfg": do_true_cfg, "true_cfg_scale": scale if do_true_cfg else 1.0}
-
-    def blocks(self, guidance: Mapping[str, float | bool]) -> dict[str, int]:
-        """One: the guidance branches are calls of their own."""
-        return {}
-
-    def calls_per_step(self, guidance: Mapping[str, float | bool]) -> int | None:
-        """Two with CFG."""
-        return 2 if guidance["do_true_cfg"] else 1
+        return true_cfg(request, default=1.0)
 
     def combine(self, step: DenoisingStep) -> dict[str, Tensor]:
         """``neg + scale (pos - neg)`` of the last tokens: text and references stand in front."""
@@ -132,14 +108,14 @@ class QwenImage21Adapter(PipelineAdapter):
     ) -> Encoding:
         """The prompt alone: nothing is padded, so every token is live."""
         if max_sequence_length is not None:
-            _refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
+            refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
         return {"embeds": pipe.encode_prompt(prompt=prompt)[0][0]}
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """Pad to the longest prompt; the mask tells the rest apart."""
-        embeds, mask = _pad(encodings)
+        embeds, mask = pad(encodings)
         arguments = {
             "prompt_embeds": embeds,
             "prompt_embeds_mask": mask,
@@ -147,7 +123,7 @@ class QwenImage21Adapter(PipelineAdapter):
         }
         if negatives is None:
             return arguments | {"true_cfg_scale": 1.0}
-        embeds, mask = _pad(negatives)
+        embeds, mask = pad(negatives)
         return arguments | {"negative_prompt_embeds": embeds, "negative_prompt_embeds_mask": mask}
 
     def latents(self, output: Any) -> dict[str, Tensor]:
@@ -171,13 +147,3 @@ class QwenImage21Adapter(PipelineAdapter):
         pixels = pipe.vae.decode(unpacked * std + mean, return_dict=False)[0][:, :, 0]
         images = pipe.image_processor.postprocess(pixels, output_type="pt")
         return [Media(image=image.float()) for image in images]
-
-
-def _pad(encodings: Sequence[Encoding]) -> tuple[Tensor, Tensor]:
-    rows = [encoding["embeds"] for encoding in encodings]
-    mask = [torch.ones(len(row), dtype=torch.long, device=row.device) for row in rows]
-    return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
-
-
-def _refuse(problem: str, value: object, advice: str) -> NoReturn:
-    raise RolloutParamsError(f"rollout: {problem}; got {value}; set {advice}")

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from miles_rollout.testing.flux import tiny_flux
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.qwen_image_2_1 import tiny_qwen_image_2_1
+    from miles_rollout.testing.qwen_image_edit_plus import tiny_qwen_image_edit_plus
     from miles_rollout.testing.sd3 import tiny_sd3
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "tiny_minimax_h3",
     "tiny_qwen_image",
     "tiny_qwen_image_2_1",
+    "tiny_qwen_image_edit_plus",
     "tiny_sd3",
 ]
 
@@ -37,6 +39,9 @@ _LAZY = {
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_qwen_image_2_1": _Lazy("qwen_image_2_1", "QwenImage21Pipeline", "0.41.0"),
+    "tiny_qwen_image_edit_plus": _Lazy(
+        "qwen_image_edit_plus", "QwenImageEditPlusPipeline", "0.36.0"
+    ),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
 }
 

@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from miles_rollout import RolloutParams, RolloutParamsError, rollout
 from miles_rollout.loading import load_pipeline
@@ -14,6 +16,14 @@ from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators
 
 STEPS = 4
 NEGATIVE = ["blurry", "a green dot"]
+
+
+@functools.cache
+def picture(width, height, seed):
+    """A reference image: noise, in its own colour."""
+    random = np.random.default_rng(seed)
+    pixels = random.uniform(0, 96, (height, width, 3)) + random.uniform(0, 160, 3)
+    return Image.fromarray(pixels.astype(np.uint8))
 
 
 def images(pipe, output_type, **arguments):
@@ -108,6 +118,14 @@ MODELS = {
         stock_only={"use_kv_cache": False},
         guided={"true_cfg_scale": 3.0},
         guided_rows=(2, 2),
+    ),
+    "tiny-qwen-image-edit-plus": Model(
+        size={"height": 256, "width": 384},
+        inputs=lambda: {"image": [picture(96, 64, seed=1)]},
+        prompts=(PROMPTS[1],),
+        plain_rows=(1,),
+        guided={"true_cfg_scale": 3.0},
+        guided_rows=(1, 1),
     ),
     "tiny-sd3": Model(
         guided={"guidance_scale": 3.0}, guided_rows=(4,), plain={"guidance_scale": 1.0}

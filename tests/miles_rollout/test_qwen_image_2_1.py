@@ -1,23 +1,15 @@
 """What is particular to Qwen-Image-2.1: its cache, its reference images, its own schedule."""
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from miles_rollout import RolloutEngine, RolloutParams, RolloutParamsError, rollout
 from miles_rollout.testing import tiny_qwen_image_2_1
-from tests.miles_rollout.models import MODELS, load
+from tests.miles_rollout.models import load, picture
 from tests.miles_rollout.tiny import DEBUG, ODE, PROMPTS, SEEDS, Calls, assert_replays, generators
 
 NAME = "tiny-qwen-image-2-1"
-MODEL = MODELS[NAME]
 SIZE = {"height": 64, "width": 64, "num_inference_steps": 4}
-
-
-def picture(width, height, seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def call(pipe, **kwargs):
