@@ -14,6 +14,7 @@ from miles_rollout.errors import RolloutParamsError
 
 TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-flux": ("tiny_flux", {}),
+    "tiny-flux-2-klein": ("tiny_flux_2_klein", {}),
     "tiny-qwen-image-edit-plus": ("tiny_qwen_image_edit_plus", {}),
     "tiny-qwen-image-2-1": ("tiny_qwen_image_2_1", {}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),

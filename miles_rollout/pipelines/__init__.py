@@ -9,6 +9,8 @@ from miles_rollout.pipelines.base import PipelineAdapter
 from miles_rollout.pipelines.generic import GenericAdapter
 
 ADAPTERS = {
+    "Flux2KleinKVPipeline": "miles_rollout.pipelines.flux_2_klein:Flux2KleinAdapter",
+    "Flux2KleinPipeline": "miles_rollout.pipelines.flux_2_klein:Flux2KleinAdapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImage21Pipeline": "miles_rollout.pipelines.qwen_image_2_1:QwenImage21Adapter",

@@ -12,6 +12,7 @@ from miles_rollout.testing.qwen_image import tiny_qwen_image
 
 if TYPE_CHECKING:
     from miles_rollout.testing.flux import tiny_flux
+    from miles_rollout.testing.flux_2_klein import tiny_flux_2_klein
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.qwen_image_2_1 import tiny_qwen_image_2_1
     from miles_rollout.testing.qwen_image_edit_plus import tiny_qwen_image_edit_plus
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "tiny_flux",
+    "tiny_flux_2_klein",
     "tiny_minimax_h3",
     "tiny_qwen_image",
     "tiny_qwen_image_2_1",
@@ -37,6 +39,7 @@ class _Lazy(NamedTuple):
 
 _LAZY = {
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
+    "tiny_flux_2_klein": _Lazy("flux_2_klein", "Flux2KleinPipeline", "0.37.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_qwen_image_2_1": _Lazy("qwen_image_2_1", "QwenImage21Pipeline", "0.41.0"),
     "tiny_qwen_image_edit_plus": _Lazy(

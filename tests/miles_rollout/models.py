@@ -131,6 +131,12 @@ MODELS = {
         guided={"guidance_scale": 3.0}, guided_rows=(4,), plain={"guidance_scale": 1.0}
     ),
     "tiny-flux": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
+    "tiny-flux-2-klein": Model(
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(2, 2),
+        negative=False,
+    ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,
         size={"height": 32, "width": 32, "num_frames": 124},

@@ -6,7 +6,15 @@ import torch
 
 from miles_rollout import RolloutEngine, RolloutParamsError, rollout
 from tests.miles_rollout.models import load, picture
-from tests.miles_rollout.tiny import DEBUG, ODE, Calls, assert_replays, generators
+from tests.miles_rollout.tiny import (
+    DEBUG,
+    ODE,
+    Calls,
+    assert_marks,
+    assert_replays,
+    generators,
+    marked,
+)
 
 NAME = "tiny-qwen-image-edit-plus"
 SIZE = {"height": 128, "width": 256, "num_inference_steps": 2}
@@ -140,30 +148,10 @@ def test_the_last_reference_gives_the_size_and_decoding_is_told():
 
 
 def test_the_marks_of_a_subclass_reach_record_and_replay():
-    pipe = load(NAME)
-
-    class Marked(type(pipe)):
-        """Adds the number of steps taken to its prompt."""
-
-        def __call__(self, *args, **kwargs):
-            def mark(_, step, __, values):
-                return {"prompt_embeds": values["prompt_embeds"] + step + 1}
-
-            names = ["prompt_embeds"]
-            return super().__call__(
-                *args,
-                callback_on_step_end=mark,
-                callback_on_step_end_tensor_inputs=names,
-                **kwargs,
-            )
-
-    marked = Marked(**pipe.components)
-    marked.set_progress_bar_config(disable=True)
-    stock = call(marked, image=[A])
-    with rollout(marked, ODE, [11]):
-        assert torch.equal(call(marked, image=[A]), stock)
-    trajectory = roll(marked, image=[A])
-    steps = trajectory.conditions[0].steps
-    first, second = (steps[i][0].kwargs["encoder_hidden_states"] for i in (0, 1))
-    torch.testing.assert_close(second, first + 1)
-    assert_replays(RolloutEngine(marked), trajectory)
+    pipe = marked(load(NAME))
+    stock = call(pipe, [A])
+    with rollout(pipe, ODE, [11]):
+        assert torch.equal(call(pipe, [A]), stock)
+    trajectory = roll(pipe, [A])
+    assert_marks(trajectory)
+    assert_replays(RolloutEngine(pipe), trajectory)
