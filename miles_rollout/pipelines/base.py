@@ -60,6 +60,8 @@ class PipelineAdapter(ABC):
     """The pipeline steps [tokens, channels] without a batch axis; it takes one sample a call then."""
     inputs: ClassVar[frozenset[str]] = frozenset()
     """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    """Pipeline arguments without which a call cannot be rolled out; ``collate`` gives them, too."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:

@@ -56,8 +56,7 @@ class Flux2KleinAdapter(TwoCallAdapter):
     inputs: ClassVar[frozenset[str]] = frozenset({"image"})
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse the form with a cache, sizes that are rounded, and its expansion of prompts."""
-        _check_no_cache(pipe)
+        """Refuse sizes that the pipeline would round, and its expansion of prompts."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
         check_not_expanded(request)
         scale = request.get("guidance_scale", _DEFAULT_SCALE)
@@ -90,7 +89,6 @@ class Flux2KleinAdapter(TwoCallAdapter):
         self, pipe: Any, prompt: str, max_sequence_length: int | None, inputs: Mapping[str, Any]
     ) -> Encoding:
         """Padded to a fixed length, which the denoiser sees without a mask; references as they are."""
-        _check_no_cache(pipe)
         embeds, _ = pipe.encode_prompt(
             prompt=prompt, max_sequence_length=max_sequence_length or 512
         )
@@ -127,13 +125,3 @@ class Flux2KleinAdapter(TwoCallAdapter):
         pixels = pipe.vae.decode(latents["image"], return_dict=False)[0]
         images = pipe.image_processor.postprocess(pixels, output_type="pt")
         return [Media(image=image.float()) for image in images]
-
-
-def _check_no_cache(pipe: Any) -> None:
-    if any(cls.__name__ == "Flux2KleinKVPipeline" for cls in type(pipe).__mro__):
-        refuse(
-            "a later denoiser call depends on a cache of the references that the first one fills, "
-            "so that replay would differ",
-            type(pipe).__name__,
-            "a Flux2KleinPipeline up instead",
-        )

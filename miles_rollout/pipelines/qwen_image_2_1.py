@@ -58,6 +58,7 @@ class QwenImage21Adapter(TwoCallAdapter):
     )
     scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
+    fixed: ClassVar[Mapping[str, Any]] = {"use_kv_cache": False}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the cache, sizes that the pipeline would round, and its expansion of prompts."""
@@ -116,11 +117,7 @@ class QwenImage21Adapter(TwoCallAdapter):
     ) -> dict[str, Any]:
         """Pad to the longest prompt; the mask tells the rest apart."""
         embeds, mask = pad(encodings)
-        arguments = {
-            "prompt_embeds": embeds,
-            "prompt_embeds_mask": mask,
-            "use_kv_cache": False,
-        }
+        arguments = {**self.fixed, "prompt_embeds": embeds, "prompt_embeds_mask": mask}
         if negatives is None:
             return arguments | {"true_cfg_scale": 1.0}
         embeds, mask = pad(negatives)
