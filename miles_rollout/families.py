@@ -13,7 +13,10 @@ from miles_rollout.pipelines import ADAPTERS, PipelineAdapter, adapter_for_class
 RELEASED: dict[str, str] = {
     "MiniMaxAI/MiniMax-H3": "MiniMaxH3ModularPipeline",
     "Qwen/Qwen-Image": "QwenImagePipeline",
+    "Qwen/Qwen-Image-2.1": "QwenImage21Pipeline",
+    "Qwen/Qwen-Image-Edit-2509": "QwenImageEditPlusPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
+    "black-forest-labs/FLUX.2-klein-base-9B": "Flux2KleinPipeline",
     "stabilityai/stable-diffusion-3-medium-diffusers": "StableDiffusion3Pipeline",
     "stabilityai/stable-diffusion-3.5-large": "StableDiffusion3Pipeline",
     "stabilityai/stable-diffusion-3.5-medium": "StableDiffusion3Pipeline",

@@ -21,7 +21,7 @@ class Media:
     """
 
     image: Float[Tensor, "channels height width"] | None = None
-    """float32 in 0..1."""
+    """float32 in 0..1; a fourth channel is alpha."""
     video: Float[Tensor, "frames channels height width"] | None = None
     """float32 in 0..1."""
     audio: Float[Tensor, "audio_channels samples"] | None = None
@@ -57,3 +57,11 @@ class Media:
             raise RolloutParamsError(
                 "Media: sound needs its sampling rate; got sampling_rate None; pass sampling_rate"
             )
+
+    @property
+    def rgb(self) -> Float[Tensor, "channels height width"] | None:
+        """The image as an eye or a judge sees it: one with alpha is laid over white."""
+        if self.image is None or len(self.image) != 4:
+            return self.image
+        color, alpha = self.image[:3], self.image[3:]
+        return color * alpha + (1 - alpha)

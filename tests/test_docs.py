@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from miles_rollout import check
+from miles_rollout.loading import check_pipeline_name
+from miles_rollout.pipelines import PipelineAdapter
+from tests.miles_rollout.models import MODELS
 from trainers.config import TrainConfig
 from trainers.config_docs import render, undocumented
 from trainers.config_loader import ConfigError, load, to_tree, to_yaml
@@ -23,6 +27,11 @@ PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
 def python_blocks(page: str) -> str:
     text = (ROOT / "docs" / page).read_text()
     return "\n\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
 
 
 @pytest.fixture
@@ -97,6 +106,44 @@ def test_the_worked_algorithm_makes_one_update(import_as):
     assert module.metrics.loss != 0
 
 
+def quoted_blocks(page: str) -> list[tuple[str, str]]:
+    """The blocks that name the file which they are a piece of."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"```python (\S+)\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_worked_model_is_rolled_out_and_replayed(import_as):
+    module = import_as("model_example", python_blocks("add_a_model.md"))
+    assert module.batch.trajectory.replayable_steps == (0, 1)
+
+
+def test_the_pieces_of_the_worked_model_are_those_of_the_repository():
+    blocks = quoted_blocks("add_a_model.md")
+    for path, block in blocks:
+        assert block in (ROOT / path).read_text(), f"not in {path} as it is:\n{block}"
+    adapter = "miles_rollout/pipelines/flux_2_klein.py"
+    shown = [line for path, block in blocks if path == adapter for line in block.splitlines()]
+    whole = (ROOT / adapter).read_text().splitlines()
+    whole = whole[whole.index("@final") :]
+    assert [line for line in shown if line] == [line for line in whole if line]
+
+
+def test_the_page_on_models_names_every_member_of_an_adapter():
+    text = (ROOT / "docs" / "add_a_model.md").read_text()
+    members = {name for name in vars(PipelineAdapter) if not name.startswith("_")}
+    members |= set(PipelineAdapter.__annotations__)
+    assert not [name for name in sorted(members) if f"`{name}`" not in text]
+
+
+def test_the_check_of_the_worked_model_passes(monkeypatch, capsys):
+    command = [line for line in commands(ROOT / "docs" / "add_a_model.md") if "bfloat16" in line]
+    monkeypatch.setattr(sys, "argv", shlex.split(command[0])[2:])
+    with pytest.raises(SystemExit) as stop:
+        check.main()
+    assert stop.value.code == 0
+    assert "FAIL" not in capsys.readouterr().out
+
+
 def test_the_yaml_of_the_rewards_page_is_a_config(tmp_path):
     text = (ROOT / "docs" / "rewards.md").read_text()
     for i, block in enumerate(re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)):
@@ -132,13 +179,19 @@ def test_pages_are_ascii_and_name_files_that_exist(page):
 def test_commands_of_a_page_exist_and_their_configs_load(page, monkeypatch):
     monkeypatch.chdir(ROOT)
     environment = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
-    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
-        for line in block.splitlines():
-            words = shlex.split(line, comments=True)
-            if words[0] == "make":
-                subprocess.run(["make", "-n", *words[1:]], env=environment, check=True)
-                continue
-            assert words[:3] == ["python", "-m", "recipes.grpo_qwen_image"], line
-            sources = [word for word in words[3:] if not word.startswith("--")]
-            paths = [word for word in sources if "=" not in word]
+    for line in commands(page):
+        words = shlex.split(line, comments=True)
+        if words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], env=environment, check=True)
+            continue
+        assert words[:2] == ["python", "-m"], line
+        sources = [word for word in words[3:] if not word.startswith("-")]
+        paths = [word for word in sources if "=" not in word]
+        if words[2] == "pytest":
+            assert Path(paths[0]).is_file(), line
+            assert any(name.endswith(paths[1]) for name in MODELS), line
+        elif words[2] == "miles_rollout.check":
+            check_pipeline_name(paths[0])
+        else:
+            assert words[2] == "recipes.grpo_qwen_image", line
             load(TrainConfig, paths, [word for word in sources if "=" in word])

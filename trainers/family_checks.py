@@ -78,12 +78,13 @@ def check_request(config: TrainConfig, engine: RolloutEngine) -> None:
     declared = inspect.signature(type(pipe).__call__).parameters
     defaults = {n: p.default for n, p in declared.items() if p.default is not p.empty}
     call = {"prompt": ["a prompt"], "generator": torch.Generator()}
+    base = {**defaults, **adapter.fixed, **call}
     for key, points in (
         ("rollout", config.rollout.num_inference_steps),
         ("eval", config.eval.num_inference_steps),
     ):
         try:
-            adapter.check_request(pipe, defaults | call | config.rollout.arguments(points))
+            adapter.check_request(pipe, base | config.rollout.arguments(points))
         except ValueError as error:
             raise ConfigError(f"{key}: {str(error).removeprefix('rollout: ')}") from error
 

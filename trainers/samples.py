@@ -32,11 +32,11 @@ class Sample:
 
     @property
     def picture(self) -> Float[Tensor, "3 height width"]:
-        """The image, or the frame in the middle of a video."""
+        """The image, one with alpha over white; or the frame in the middle of a video."""
         if self.media.video is not None:
             return self.media.video[len(self.media.video) // 2]
-        assert self.media.image is not None
-        return self.media.image
+        assert self.media.rgb is not None
+        return self.media.rgb
 
 
 def samples_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from miles_rollout.errors import RolloutParamsError
 from miles_rollout.pipelines.base import PipelineAdapter
 from miles_rollout.pipelines.generic import GenericAdapter
 
@@ -14,9 +15,14 @@ ADAPTERS = {
     ),
     "Cosmos3OmniModularPipeline": "miles_rollout.pipelines.cosmos3_modular:Cosmos3ModularAdapter",
     "Cosmos3OmniPipeline": "miles_rollout.pipelines.cosmos3:Cosmos3Adapter",
+    "Flux2KleinPipeline": "miles_rollout.pipelines.flux_2_klein:Flux2KleinAdapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "HunyuanVideo15Pipeline": "miles_rollout.pipelines.hunyuan_video15:HunyuanVideo15Adapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
+    "QwenImage21Pipeline": "miles_rollout.pipelines.qwen_image_2_1:QwenImage21Adapter",
+    "QwenImageEditPlusPipeline": (
+        "miles_rollout.pipelines.qwen_image_edit_plus:QwenImageEditPlusAdapter"
+    ),
     "QwenImagePipeline": "miles_rollout.pipelines.qwen_image:QwenImageAdapter",
     "SanaPipeline": "miles_rollout.pipelines.sana:SanaAdapter",
     "StableDiffusion3Pipeline": "miles_rollout.pipelines.sd3:SD3Adapter",
@@ -25,6 +31,14 @@ ADAPTERS = {
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 
+REFUSED = {
+    "Flux2KleinKVPipeline": (
+        "a later denoiser call depends on a cache of the references that the first one fills, so "
+        "that no step could be replayed by itself"
+    ),
+}
+"""Pipeline class name -> why it cannot be rolled out."""
+
 
 def adapter_for(pipe: Any) -> PipelineAdapter:
     """The adapter of a pipeline's class or of the nearest base class that has one."""
@@ -32,8 +46,15 @@ def adapter_for(pipe: Any) -> PipelineAdapter:
 
 
 def adapter_for_class(pipe_class: type) -> PipelineAdapter:
-    """The same for a class of which there is no object yet."""
+    """The same for a class of which there is no object yet.
+
+    Raises ``RolloutParamsError`` for one that cannot be rolled out.
+    """
     for cls in pipe_class.__mro__:
+        if cls.__name__ in REFUSED:
+            raise RolloutParamsError(
+                f"pipeline: {REFUSED[cls.__name__]}; got {cls.__name__}; set one without a cache"
+            )
         if cls.__name__ in ADAPTERS:
             return adapter_named(cls.__name__)
     return GenericAdapter()
@@ -47,6 +68,7 @@ def adapter_named(class_name: str) -> PipelineAdapter:
 
 __all__ = [
     "ADAPTERS",
+    "REFUSED",
     "GenericAdapter",
     "PipelineAdapter",
     "adapter_for",

@@ -66,6 +66,8 @@ class PipelineAdapter(ABC):
     """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
     prepared_for: ClassVar[frozenset[str]] = frozenset()
     """Sampling arguments that ``prepare`` reads."""
+    fixed: ClassVar[Mapping[str, Any]] = {}
+    """Pipeline arguments without which a call cannot be rolled out; ``collate`` gives them, too."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
         tiny_cosmos3_modular,
     )
     from miles_rollout.testing.flux import tiny_flux
+    from miles_rollout.testing.flux_2_klein import tiny_flux_2_klein
     from miles_rollout.testing.hunyuan_video15 import tiny_hunyuan_video15
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
+    from miles_rollout.testing.qwen_image_2_1 import tiny_qwen_image_2_1
+    from miles_rollout.testing.qwen_image_edit_plus import tiny_qwen_image_edit_plus
     from miles_rollout.testing.sana import tiny_sana
     from miles_rollout.testing.sd3 import tiny_sd3
     from miles_rollout.testing.wan import tiny_wan
@@ -29,9 +32,12 @@ __all__ = [
     "tiny_cosmos3_distilled",
     "tiny_cosmos3_modular",
     "tiny_flux",
+    "tiny_flux_2_klein",
     "tiny_hunyuan_video15",
     "tiny_minimax_h3",
     "tiny_qwen_image",
+    "tiny_qwen_image_2_1",
+    "tiny_qwen_image_edit_plus",
     "tiny_sana",
     "tiny_sd3",
     "tiny_wan",
@@ -55,6 +61,11 @@ _LAZY = {
     "tiny_hunyuan_video15": _Lazy("hunyuan_video15", "HunyuanVideo15Pipeline", "0.36.0"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sana": _Lazy("sana", "SanaPipeline", "0.32.0"),
+    "tiny_flux_2_klein": _Lazy("flux_2_klein", "Flux2KleinPipeline", "0.37.0"),
+    "tiny_qwen_image_2_1": _Lazy("qwen_image_2_1", "QwenImage21Pipeline", "0.41.0"),
+    "tiny_qwen_image_edit_plus": _Lazy(
+        "qwen_image_edit_plus", "QwenImageEditPlusPipeline", "0.36.0"
+    ),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
     "tiny_wan": _Lazy("wan", "WanPipeline", "0.33.0"),
     "tiny_z_image": _Lazy("z_image", "ZImagePipeline", "0.36.0"),

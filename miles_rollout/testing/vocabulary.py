@@ -1,13 +1,15 @@
 """The tiny tokenizer's vocabulary: bytes, and whole words for the sentences that matter.
 
 Qwen-Image drops a fixed number of tokens from the front of its chat template, 34, counted with
-the real tokenizer. The words of the template are therefore single tokens here as well, so that
-exactly the user's prompt and the template's end are left. Any other word falls back to bytes.
+the real tokenizer; Qwen-Image-Edit-Plus drops 64. The words of the templates are therefore single
+tokens here as well, so that exactly the user's prompt and the template's end are left. Any other
+word falls back to bytes.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,16 +41,23 @@ _AFTER_SPACE = (
 ).split()
 _AT_START = ["Describe", "system", "user", "assistant"]
 
+_EDIT_AFTER_SPACE = (
+    "( key features input then explain how user instruction should alter or modify Generate new "
+    "that meets requirements while maintaining consistency original where appropriate"
+)
+_EDIT_AT_START = ["color", "'s", "),"]
 
-def build() -> dict[str, Any]:
-    """The vocabulary and the merges, the same on every machine.
+
+def build(after_space: Sequence[str] = (), at_start: Sequence[str] = ()) -> dict[str, Any]:
+    """The vocabulary and the merges, the same on every machine; with more words if asked for.
 
     Each word is merged letter by letter from its front. Words after a space come first: a merge
     inside of one can then never win over the merge that extends it from its space.
     """
     tokens = [*SPECIAL, *sorted(bytes_to_unicode().values())]
     merges: dict[tuple[str, str], None] = {}
-    for word in [*(_SPACE + word for word in _AFTER_SPACE), *_AT_START]:
+    spaced = (_SPACE + word for word in (*_AFTER_SPACE, *after_space))
+    for word in [*spaced, *_AT_START, *at_start]:
         for end in range(1, len(word)):
             merges[word[:end], word[end]] = None
     tokens += [left + right for left, right in merges]
@@ -72,9 +81,18 @@ def tokenizer(*, words: bool = True) -> Qwen2Tokenizer:
     where a pipeline rounds lengths up.
     """
     data = json.loads(FILE.read_text(encoding="ascii"))
+    return _tokenizer(data if words else {**data, "merges": []})
+
+
+def edit_tokenizer() -> Qwen2Tokenizer:
+    """One with the words of Qwen-Image-Edit-Plus's template as well, and so with other ids."""
+    return _tokenizer(build(_EDIT_AFTER_SPACE.split(), _EDIT_AT_START))
+
+
+def _tokenizer(data: dict[str, Any]) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(
         vocab=data["vocab"],
-        merges=[tuple(merge) for merge in data["merges"]] if words else [],
+        merges=[tuple(merge) for merge in data["merges"]],
         model_max_length=131072,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",

@@ -27,3 +27,16 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in module.named_parameters():
         if not kept & set(name.split(".")):
             parameter.data = parameter.data.to(dtype)
+
+
+def keep_contrast(vae: nn.Module) -> None:
+    """Scale the convolutions of a deep VAE, in place, so that a picture does not fade to grey.
+
+    torch draws their weights with a third of the variance that would keep a signal's; and of three
+    frames that a causal 3D convolution sees, two are empty for a picture.
+    """
+    with torch.no_grad():
+        for module in vae.modules():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                frames = module.kernel_size[0] if isinstance(module, nn.Conv3d) else 1
+                module.weight.mul_((3 * frames) ** 0.5)

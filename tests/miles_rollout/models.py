@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from miles_rollout import RolloutParams, RolloutParamsError, rollout
 from miles_rollout.loading import load_pipeline
@@ -15,6 +17,14 @@ from tests.miles_rollout.tiny import PROMPTS, SEEDS, generators, rows_of
 
 STEPS = 4
 NEGATIVE = ["blurry", "a green dot"]
+
+
+@functools.cache
+def picture(width, height, seed):
+    """A reference image: noise, in its own colour."""
+    random = np.random.default_rng(seed)
+    pixels = random.uniform(0, 96, (height, width, 3)) + random.uniform(0, 160, 3)
+    return Image.fromarray(pixels.astype(np.uint8))
 
 
 def images(pipe, output_type, **arguments):
@@ -85,6 +95,8 @@ class Model:
     guided_rows: tuple[int, ...] = ()
     negative: bool = True
     """Guidance takes a negative prompt."""
+    stock_only: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the pipeline that the engine passes by itself."""
     inputs: Callable[[], Mapping[str, Any]] | None = None
     """What each prompt comes with."""
     text_tolerance: float = 1e-3
@@ -113,7 +125,7 @@ class Model:
     def stock(self, pipe, cfg, output_type="latent", **arguments):
         """The pipeline's own call."""
         inputs = self.inputs() if self.inputs else {}
-        how = {**self.engine_arguments(cfg), **inputs, **arguments}
+        how = {**self.engine_arguments(cfg), **self.stock_only, **inputs, **arguments}
         how.setdefault("generator", generators(self.num_prompts))
         how.setdefault("prompt", list(self.prompts))
         return self.call(pipe, output_type, **how)
@@ -130,6 +142,21 @@ VIDEO_SIZE = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length":
 
 MODELS = {
     "tiny-qwen-image": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
+    "tiny-qwen-image-2-1": Model(
+        # Replay needs the cache off; the engine sees to it itself.
+        size={"height": 64, "width": 64},
+        stock_only={"use_kv_cache": False},
+        guided={"true_cfg_scale": 3.0},
+        guided_rows=(2, 2),
+    ),
+    "tiny-qwen-image-edit-plus": Model(
+        size={"height": 256, "width": 384},
+        inputs=lambda: {"image": [picture(96, 64, seed=1)]},
+        prompts=(PROMPTS[1],),
+        plain_rows=(1,),
+        guided={"true_cfg_scale": 3.0},
+        guided_rows=(1, 1),
+    ),
     "tiny-sd3": Model(
         guided={"guidance_scale": 3.0}, guided_rows=(4,), plain={"guidance_scale": 1.0}
     ),
@@ -194,6 +221,12 @@ MODELS = {
     ),
     "tiny-z-image": Model(
         plain={"guidance_scale": 0.0}, guided={"guidance_scale": 3.0}, guided_rows=(4,)
+    ),
+    "tiny-flux-2-klein": Model(
+        plain={"guidance_scale": 1.0},
+        guided={"guidance_scale": 3.0},
+        guided_rows=(2, 2),
+        negative=False,
     ),
     "tiny-minimax-h3": Model(
         call=minimax_h3,

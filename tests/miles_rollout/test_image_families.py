@@ -66,9 +66,9 @@ def fingerprint(pipe):
         for key, weight in module.state_dict().items()
     }
     ids = [
-        tokenizer("A cat, 4k!").input_ids
-        for name, tokenizer in sorted(pipe.components.items())
-        if "tokenizer" in name
+        getattr(component, "tokenizer", component)("A cat, 4k!").input_ids
+        for name, component in sorted(pipe.components.items())
+        if "tokenizer" in name or name == "processor"
     ]
     return json.loads(json.dumps([sums, ids]))
 

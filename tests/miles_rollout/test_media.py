@@ -16,3 +16,12 @@ def test_rates_come_with_their_medium():
         Media(video=torch.zeros(2, 3, 4, 4))
     with pytest.raises(ValueError, match="sound needs its sampling rate"):
         Media(image=torch.zeros(3, 4, 4), audio=torch.zeros(1, 8))
+
+
+def test_alpha_is_laid_over_white():
+    image = torch.tensor([0.2, 0.4, 0.6, 0.25]).view(4, 1, 1)
+    expected = torch.tensor([0.8, 0.85, 0.9]).view(3, 1, 1)
+    torch.testing.assert_close(Media(image=image).rgb, expected)
+    for plain in (image[:3], image[:1]):
+        assert Media(image=plain).rgb is plain
+    assert Media(video=torch.zeros(2, 3, 4, 4), fps=24).rgb is None

@@ -1,5 +1,7 @@
 """What the tests of the session, the trajectory and the engine share."""
 
+import itertools
+
 import torch
 
 from miles_rollout import RolloutEngine, RolloutParams, rollout
@@ -45,6 +47,35 @@ def rows_of(values):
         if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
             return len(value)
     raise AssertionError(values)
+
+
+def marked(pipe):
+    """A pipeline of a subclass whose loop adds (1 + step) to its prompt after every step."""
+
+    class Marked(type(pipe)):
+        def __call__(self, *args, **kwargs):
+            def mark(_, step, __, values):
+                return {"prompt_embeds": values["prompt_embeds"] + step + 1}
+
+            return super().__call__(
+                *args,
+                callback_on_step_end=mark,
+                callback_on_step_end_tensor_inputs=["prompt_embeds"],
+                **kwargs,
+            )
+
+    made = Marked(**pipe.components)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def assert_marks(trajectory):
+    """The denoiser was shown the prompt that `marked` made of it."""
+    calls = trajectory.conditions[0].steps
+    prompts = [calls[step][0].kwargs["encoder_hidden_states"] for step in sorted(calls)]
+    assert len(prompts) > 1
+    for step, (before, after) in enumerate(itertools.pairwise(prompts)):
+        torch.testing.assert_close(after, before + step + 1)
 
 
 class Calls:

@@ -49,3 +49,9 @@ def test_other_captions_are_those_of_the_sheet(tmp_path: Path) -> None:
         (tmp_path / f"{name}.png").read_bytes() for name in ("own", "same", "other")
     )
     assert own == same != other
+
+
+def test_a_picture_with_alpha_is_shown_over_white() -> None:
+    clear = torch.tensor([0.0, 0.0, 0.0, 0.25]).view(4, 1, 1).expand(4, 8, 8)
+    sample = Sample(media=Media(image=clear), prompt="a")
+    assert torch.equal(sample.picture, torch.full((3, 8, 8), 0.75))

@@ -28,8 +28,8 @@ def jpeg_compressibility(
 def _mean_bytes(media: Media) -> float:
     if media.video is not None:
         return sum(map(_jpeg_bytes, media.video)) / len(media.video)
-    assert media.image is not None
-    return float(_jpeg_bytes(media.image))
+    assert media.rgb is not None
+    return float(_jpeg_bytes(media.rgb))
 
 
 def _jpeg_bytes(image: Float[Tensor, "channels height width"]) -> int:

@@ -23,8 +23,8 @@ def shape_match(
 
 
 def _score(media: Media, prompt: str) -> float:
-    if media.image is None:
+    if media.rgb is None:
         raise RolloutParamsError(
             "shape_match: looks at images only; got a video; set another reward for this pipeline"
         )
-    return score(media.image, parse_prompt(prompt))
+    return score(media.rgb, parse_prompt(prompt))
