@@ -12,7 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls
+from miles_rollout.conditions import (
+    AxisOrders,
+    DenoiserCall,
+    StepCalls,
+    StreamState,
+    in_axis_order,
+    map_calls,
+)
 from miles_rollout.errors import RolloutParamsError
 
 
@@ -25,7 +32,17 @@ class Conditions:
     batch_axes: Mapping[str, int | None]
     """Argument name -> its batch axis (None: shared by all rows). What is not named cannot be cut."""
     blocks: Mapping[str, int] = field(default_factory=dict)
-    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named."""
+    """Argument name -> how often its batch axis holds all rows, block after block; 1 if not named.
+
+    A step may also make calls of one block, without the branch that the others are for.
+    """
+    axis_orders: AxisOrders = field(default_factory=dict)
+    """The memory layout of the states, where they were not contiguous."""
+
+    def states(self, step: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The streams' states before a step, laid out in memory as they were."""
+        orders = self.axis_orders.get(step, {})
+        return {name: in_axis_order(state, orders.get(name)) for name, state in states.items()}
 
     def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
         """The calls of a step, with the streams' states filled in."""
@@ -46,10 +63,11 @@ class Conditions:
             axis = self._axis(name)
             if axis is None or leaf.shape[axis] == 1 < self.num_samples:  # one row for all
                 return leaf
-            blocks = self.blocks.get(name, 1)
-            if leaf.shape[axis] != blocks * self.num_samples:
+            blocks, rest = divmod(leaf.shape[axis], self.num_samples)
+            declared = self.blocks.get(name, 1)
+            if rest or blocks not in (1, declared):
                 raise RolloutParamsError(
-                    f"trajectory: the denoiser's argument {name!r} should hold {blocks} x "
+                    f"trajectory: the denoiser's argument {name!r} should hold {declared} x "
                     f"{self.num_samples} rows; got {leaf.shape[axis]}; declare its batch axis and "
                     "blocks in the adapter"
                 )

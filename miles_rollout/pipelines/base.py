@@ -50,6 +50,8 @@ class PipelineAdapter(ABC):
     scale_argument: ClassVar[str | None]
     """The pipeline argument that turns guidance by a negative prompt on, with a value above 1; None
     where the model is never guided."""
+    more_scale_arguments: ClassVar[tuple[str, ...]] = ()
+    """Further ones, where another stream is guided by a scale of its own."""
     implied_negative: ClassVar[str | None]
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
     scheduler_streams: ClassVar[Mapping[str, str]] = {}
