@@ -14,6 +14,8 @@ from miles_rollout.errors import RolloutParamsError
 
 TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-flux": ("tiny_flux", {}),
+    "tiny-ltx2": ("tiny_ltx2", {}),
+    "tiny-ltx2-3": ("tiny_ltx2", {"version": "2.3"}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
     "tiny-sd3": ("tiny_sd3", {}),

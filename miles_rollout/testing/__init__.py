@@ -12,10 +12,11 @@ from miles_rollout.testing.qwen_image import tiny_qwen_image
 
 if TYPE_CHECKING:
     from miles_rollout.testing.flux import tiny_flux
+    from miles_rollout.testing.ltx2 import tiny_ltx2
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.sd3 import tiny_sd3
 
-__all__ = ["tiny_flux", "tiny_minimax_h3", "tiny_qwen_image", "tiny_sd3"]
+__all__ = ["tiny_flux", "tiny_ltx2", "tiny_minimax_h3", "tiny_qwen_image", "tiny_sd3"]
 
 
 class _Lazy(NamedTuple):
@@ -28,6 +29,7 @@ class _Lazy(NamedTuple):
 
 _LAZY = {
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
+    "tiny_ltx2": _Lazy("ltx2", "LTX2Pipeline", "0.42.1"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
 }
