@@ -23,13 +23,22 @@ class Ratio:
         )
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+Clock = Callable[[], float]
+"""``time.perf_counter``, or ``time.process_time`` where other processes share the cores."""
+
+
+def seconds(call: Callable[[], Any], clock: Clock = time.perf_counter) -> float:
+    started = clock()
     call()
-    return time.perf_counter() - started
+    return clock() - started
 
 
-def paired(subject: Callable[[], Any], baseline: Callable[[], Any], pairs: int) -> Ratio:
+def paired(
+    subject: Callable[[], Any],
+    baseline: Callable[[], Any],
+    pairs: int,
+    clock: Clock = time.perf_counter,
+) -> Ratio:
     """Time of ``subject`` over that of ``baseline``; which goes first alternates."""
     for warm_up in (subject, baseline):
         warm_up()
@@ -37,10 +46,10 @@ def paired(subject: Callable[[], Any], baseline: Callable[[], Any], pairs: int) 
     for i in range(pairs):
         gc.collect()
         if i % 2:
-            base = seconds(baseline)
-            ratios.append(seconds(subject) / base)
+            base = seconds(baseline, clock)
+            ratios.append(seconds(subject, clock) / base)
         else:
-            own = seconds(subject)
-            ratios.append(own / seconds(baseline))
+            own = seconds(subject, clock)
+            ratios.append(own / seconds(baseline, clock))
     quartiles = statistics.quantiles(ratios, n=4)
     return Ratio(statistics.median(ratios), quartiles[0], quartiles[2], pairs)

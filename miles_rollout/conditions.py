@@ -63,6 +63,9 @@ class DenoiserCall:
 
 StepCalls = Mapping[int, Sequence[DenoiserCall]]
 """The calls of each replayable step."""
+AxisOrders = Mapping[int, Mapping[str, tuple[int, ...]]]
+"""Step -> stream -> the axes of its state from the outermost in memory to the innermost, where that
+is not their own order."""
 
 
 def map_tree(fn: Callable[[str, Any], Any], tree: Tree, name: str) -> Tree:
@@ -109,6 +112,7 @@ class CallRecorder:
 
     def __init__(self) -> None:
         self.steps: dict[int, list[DenoiserCall]] = {}
+        self.axis_orders: dict[int, dict[str, tuple[int, ...]]] = {}
         # id -> (the tensor, its version, its snapshot); holding the tensor keeps its id its own.
         self._snapshots: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._touched: set[int] = set()
@@ -147,11 +151,14 @@ class CallRecorder:
     def resolve_state(self, step: int, stream: str, sample: Tensor) -> None:
         """``sample`` is the state of ``stream`` before ``step``: its snapshots are not needed.
 
-        A strided sample keeps its snapshots: the trajectory's states are contiguous, and a kernel
-        may round otherwise for another layout.
+        The trajectory's states are contiguous, and a kernel may round otherwise for another layout:
+        the order of the axes in memory is noted. A sample with gaps keeps its snapshots.
         """
         if not sample.is_contiguous():
-            return
+            order = axis_order(sample)
+            if order is None:
+                return
+            self.axis_orders.setdefault(step, {})[stream] = order
         known = self._snapshots.get(id(sample))
         if known is None or known[0] is not sample:
             # A pipeline may step one view of its state and show the denoiser another.
@@ -254,6 +261,21 @@ def check_no_dropout(name: str, module: nn.Module) -> None:
 def version_of(tensor: Tensor) -> int:
     """The in-place counter; -1 for an inference tensor, which has none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def axis_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """The axes from the outermost in memory to the innermost; None where memory has gaps."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda axis: -strides[axis]))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def in_axis_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The same values, laid out in this order of axes, or contiguous."""
+    if order is None:
+        return tensor.contiguous()
+    back = tuple(order.index(axis) for axis in range(tensor.ndim))
+    return tensor.permute(order).contiguous().permute(back)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

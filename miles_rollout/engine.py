@@ -142,21 +142,30 @@ class RolloutEngine:
         check_sampling(sampling, self.adapter.sampling)
         check_inputs(inputs, len(prompts), self.adapter.inputs)
         self._encodings.check(prompts, inputs, sampling)
-        argument = self.adapter.scale_argument
-        declared = inspect.signature(type(self.pipe).__call__).parameters.get(argument or "")
         negatives = negative_prompts(
             negative_prompt,
             len(prompts),
-            argument=argument or "guidance",
-            scale=sampling.get(argument or ""),
-            default=None if declared is None else declared.default,
+            argument=self.adapter.scale_argument or "guidance",
             implied=self.adapter.implied_negative,
             off=self.adapter.scale_off,
+            **self._scales(sampling),
         )
         self._encodings.check(negatives or [], [], sampling)
         if max_sequence_length is not None:  # the pipeline cuts embeddings, too
             sampling["max_sequence_length"] = max_sequence_length
         return self._chunks(request, negatives, params, decode, sampling, inputs)
+
+    def _scales(self, sampling: Mapping[str, Any]) -> dict[str, float | int | None]:
+        """The largest guidance scale that was given, and the largest default of the others."""
+        names = (self.adapter.scale_argument or "", *self.adapter.more_scale_arguments)
+        declared = inspect.signature(type(self.pipe).__call__).parameters
+        given = [sampling[name] for name in names if sampling.get(name) is not None]
+        defaults = [
+            declared[name].default
+            for name in names
+            if sampling.get(name) is None and name in declared
+        ]
+        return {"scale": max(given, default=None), "default": max(defaults, default=None)}
 
     def _chunks(
         self,
@@ -227,10 +236,8 @@ class RolloutEngine:
         start = 0
         for conditions in trajectory.conditions:
             rows = slice(start, start + conditions.num_samples)
-            states = {
-                name: stream.latent(step)[rows].contiguous()
-                for name, stream in trajectory.streams.items()
-            }
+            kept = {name: s.latent(step)[rows] for name, s in trajectory.streams.items()}
+            states = conditions.states(step, kept)
             calls = conditions.calls(step, states)
             with calls[0].autocast_scope():
                 outputs = [self._call(call) for call in calls]

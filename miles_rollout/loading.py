@@ -21,6 +21,8 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-flux-2-klein": ("tiny_flux_2_klein", {}),
     "tiny-qwen-image-edit-plus": ("tiny_qwen_image_edit_plus", {}),
     "tiny-qwen-image-2-1": ("tiny_qwen_image_2_1", {}),
+    "tiny-ltx2": ("tiny_ltx2", {}),
+    "tiny-ltx2-3": ("tiny_ltx2", {"version": "2.3"}),
     "tiny-qwen-image": ("tiny_qwen_image", {}),
     "tiny-qwen-image-pretrained": ("tiny_qwen_image", {"pretrained": True}),
     "tiny-sana": ("tiny_sana", {}),

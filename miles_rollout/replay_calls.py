@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall, StepCalls, StreamState, map_calls, map_tree
+from miles_rollout.conditions import (
+    AxisOrders,
+    DenoiserCall,
+    StepCalls,
+    StreamState,
+    in_axis_order,
+    map_calls,
+    map_tree,
+)
 from miles_rollout.errors import RolloutParamsError
 
 
@@ -29,6 +37,13 @@ class Conditions:
     blocks: Mapping[str, int] = field(default_factory=dict)
     """Argument name -> how often its batch axis holds all rows at most, block after block; 1 if not
     named. A call of a step without guidance may hold fewer."""
+    axis_orders: AxisOrders = field(default_factory=dict)
+    """The memory layout of the states, where they were not contiguous."""
+
+    def states(self, step: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The streams' states before a step, laid out in memory as they were."""
+        orders = self.axis_orders.get(step, {})
+        return {name: in_axis_order(state, orders.get(name)) for name, state in states.items()}
 
     def calls(self, step: int, states: Mapping[str, Tensor]) -> list[DenoiserCall]:
         """The calls of a step, with the streams' states filled in."""

@@ -142,8 +142,9 @@ def negative_prompts(
 ) -> list[str] | None:
     """One negative prompt a prompt; warns where guidance is asked for and cannot be on.
 
-    ``argument`` names the scale, ``default`` is the pipeline's own, ``implied`` the negative prompt
-    of a pipeline whose guidance does without one, ``off`` the largest scale without guidance.
+    ``argument`` names the scale, ``scale`` is what was given, ``default`` the pipeline's own where
+    none was, ``implied`` the negative prompt of a pipeline whose guidance does without one, ``off``
+    the largest scale without guidance.
     """
     if negative is None:
         if scale is None or scale <= off:
@@ -155,7 +156,7 @@ def negative_prompts(
             )
             return None
         negative = implied
-    scale = default if scale is None else scale
+    scale = max((s for s in (scale, default) if s is not None), default=None)
     if scale is not None and scale <= off:
         _warn(
             f"negative_prompt has no effect at {argument} {scale}; got {negative!r}; set "

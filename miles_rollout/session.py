@@ -234,7 +234,9 @@ class RolloutSession:
                 f"{'a pipeline call' if self._request is not None else 'no pipeline call'} without "
                 "steps; call the pipeline inside the with block"
             )
-        streams = {name: c.trajectory() for name, c in self._controllers.items()}
+        # In the adapter's order: a copy's schedule may be set before the original's.
+        names = [n for n in self._adapter.streams if n in self._controllers]
+        streams = {name: self._controllers[name].trajectory() for name in names}
         self.params.check_streams(streams)
         request = self._request or {}
         self._check_calls(self._guidance)
@@ -247,6 +249,7 @@ class RolloutSession:
                     steps=self._recorder.steps,
                     batch_axes=self._adapter.batch_axes,
                     blocks=self._adapter.blocks(self._guidance),
+                    axis_orders=self._recorder.axis_orders,
                 ),
             ),
             guidance=self._guidance,

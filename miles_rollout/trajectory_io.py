@@ -145,6 +145,10 @@ def _conditions(table: _TensorTable, conditions: Conditions) -> dict[str, Any]:
         "num_samples": conditions.num_samples,
         "batch_axes": dict(conditions.batch_axes),
         "blocks": dict(conditions.blocks),
+        "axis_orders": {
+            str(step): {name: list(order) for name, order in orders.items()}
+            for step, orders in conditions.axis_orders.items()
+        },
         "steps": {
             str(step): [
                 {
@@ -165,6 +169,10 @@ def _read_conditions(tensors: dict[str, Tensor], document: dict[str, Any]) -> Co
         num_samples=document["num_samples"],
         batch_axes=document["batch_axes"],
         blocks=document.get("blocks", {}),
+        axis_orders={
+            int(step): {name: tuple(order) for name, order in orders.items()}
+            for step, orders in document.get("axis_orders", {}).items()
+        },
         steps={
             int(step): [
                 DenoiserCall(

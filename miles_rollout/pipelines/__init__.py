@@ -18,6 +18,7 @@ ADAPTERS = {
     "Flux2KleinPipeline": "miles_rollout.pipelines.flux_2_klein:Flux2KleinAdapter",
     "FluxPipeline": "miles_rollout.pipelines.flux:FluxAdapter",
     "HunyuanVideo15Pipeline": "miles_rollout.pipelines.hunyuan_video15:HunyuanVideo15Adapter",
+    "LTX2Pipeline": "miles_rollout.pipelines.ltx2:LTX2Adapter",
     "MiniMaxH3ModularPipeline": "miles_rollout.pipelines.minimax_h3:MiniMaxH3Adapter",
     "QwenImage21Pipeline": "miles_rollout.pipelines.qwen_image_2_1:QwenImage21Adapter",
     "QwenImageEditPlusPipeline": (
@@ -31,11 +32,20 @@ ADAPTERS = {
 }
 """Pipeline class name -> where its adapter lives; imported when it is asked for."""
 
+_CONDITIONED = "its condition frames are stepped with the generated ones, and nothing masks them"
 REFUSED = {
     "Flux2KleinKVPipeline": (
         "a later denoiser call depends on a cache of the references that the first one fills, so "
         "that no step could be replayed by itself"
     ),
+    "LTX2ConditionPipeline": _CONDITIONED,
+    "LTX2DFRPipeline": _CONDITIONED,
+    "LTX2DFRTemporalRefinePipeline": _CONDITIONED,
+    "LTX2HDRPipeline": _CONDITIONED,
+    "LTX2ImageToVideoPipeline": _CONDITIONED,
+    "LTX2InContextPipeline": _CONDITIONED,
+    "LTX2ModularPipeline": _CONDITIONED,
+    "LTX25ModularPipeline": _CONDITIONED,
 }
 """Pipeline class name -> why it cannot be rolled out."""
 
@@ -53,7 +63,7 @@ def adapter_for_class(pipe_class: type) -> PipelineAdapter:
     for cls in pipe_class.__mro__:
         if cls.__name__ in REFUSED:
             raise RolloutParamsError(
-                f"pipeline: {REFUSED[cls.__name__]}; got {cls.__name__}; set one without a cache"
+                f"pipeline: {REFUSED[cls.__name__]}; got {cls.__name__}; set another pipeline, or pass adapter="
             )
         if cls.__name__ in ADAPTERS:
             return adapter_named(cls.__name__)

@@ -54,6 +54,8 @@ class PipelineAdapter(ABC):
     ``scale_off``; None where the model is never guided."""
     scale_off: ClassVar[float] = 1.0
     """The largest scale at which guidance is off."""
+    more_scale_arguments: ClassVar[tuple[str, ...]] = ()
+    """Further ones, where another stream is guided by a scale of its own."""
     implied_negative: ClassVar[str | None]
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
     scheduler_streams: ClassVar[Mapping[str, str]] = {}

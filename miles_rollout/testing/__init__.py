@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from miles_rollout.testing.flux import tiny_flux
     from miles_rollout.testing.flux_2_klein import tiny_flux_2_klein
     from miles_rollout.testing.hunyuan_video15 import tiny_hunyuan_video15
+    from miles_rollout.testing.ltx2 import tiny_ltx2
     from miles_rollout.testing.minimax_h3 import tiny_minimax_h3
     from miles_rollout.testing.qwen_image_2_1 import tiny_qwen_image_2_1
     from miles_rollout.testing.qwen_image_edit_plus import tiny_qwen_image_edit_plus
@@ -34,6 +35,7 @@ __all__ = [
     "tiny_flux",
     "tiny_flux_2_klein",
     "tiny_hunyuan_video15",
+    "tiny_ltx2",
     "tiny_minimax_h3",
     "tiny_qwen_image",
     "tiny_qwen_image_2_1",
@@ -59,6 +61,7 @@ _LAZY = {
     "tiny_cosmos3_modular": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
     "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
     "tiny_hunyuan_video15": _Lazy("hunyuan_video15", "HunyuanVideo15Pipeline", "0.36.0"),
+    "tiny_ltx2": _Lazy("ltx2", "LTX2Pipeline", "0.42.1"),
     "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
     "tiny_sana": _Lazy("sana", "SanaPipeline", "0.32.0"),
     "tiny_flux_2_klein": _Lazy("flux_2_klein", "Flux2KleinPipeline", "0.37.0"),

@@ -67,6 +67,21 @@ def cosmos3(pipe, output_type, prompt, generator, negative_prompt=(None,), **arg
     return {name: z if name == "video" else z[None] for name, z in made.items()}
 
 
+def ltx2(pipe, output_type, **arguments):
+    """Latents: the video's final state, which alone decodes to the same bits, and the sound's."""
+    final = {}
+
+    def keep(_, __, ___, tensors):
+        final.update(tensors)
+        return {}
+
+    made = pipe(**arguments, output_type=output_type, callback_on_step_end=keep)
+    return {
+        "video": final["latents"] if output_type == "latent" else made.frames,
+        "audio": made.audio,
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """One family, or one kind of request of it. Row counts are those of the ``module`` calls of one
@@ -139,6 +154,23 @@ class Model:
 
 
 VIDEO_SIZE = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": 48}
+
+
+LTX2 = Model(
+    call=ltx2,
+    size={
+        "height": 32, "width": 32, "num_frames": 9, "frame_rate": 24.0, "max_sequence_length": 48,
+        "spatio_temporal_guidance_blocks": [1],
+    },
+    streams=("video", "audio"),
+    plain={
+        **{"guidance_scale": 1.0, "stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0},
+        **{"audio_guidance_scale": 1.0, "audio_stg_scale": None, "audio_modality_scale": None},
+        "audio_guidance_rescale": None,
+    },
+    guided={"guidance_scale": 3.0, "stg_scale": 1.0, "modality_scale": 3.0},
+    guided_rows=(4, 2, 2),
+)  # fmt: skip
 
 MODELS = {
     "tiny-qwen-image": Model(guided={"true_cfg_scale": 3.0}, guided_rows=(2, 2)),
@@ -228,6 +260,8 @@ MODELS = {
         guided_rows=(2, 2),
         negative=False,
     ),
+    "tiny-ltx2": LTX2,
+    "tiny-ltx2-3": replace(LTX2, plain=LTX2.guided, plain_rows=LTX2.guided_rows, guided=None),
     "tiny-minimax-h3": Model(
         call=minimax_h3,
         size={"height": 32, "width": 32, "num_frames": 124},

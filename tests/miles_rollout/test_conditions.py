@@ -109,11 +109,28 @@ def test_rows_that_share_memory_get_their_own():
     assert copy.shape == (4, 3)
 
 
-def test_a_strided_state_keeps_its_snapshot():
-    sample = torch.arange(12.0).view(3, 4).t()
+def test_a_state_with_gaps_keeps_its_snapshot():
+    sample = torch.arange(24.0).view(3, 8)[:, ::2]
     recorder, call = record(sample)
     recorder.resolve_state(0, "image", sample)
     assert recorder.steps[0][0].args[0] is call.args[0]
+    assert not recorder.axis_orders
+
+
+def test_a_transposed_state_is_filled_in_with_the_layout_it_had():
+    sample = torch.arange(24.0).view(2, 3, 4).transpose(1, 2)
+    recorder, _ = record(sample)
+    recorder.resolve_state(0, "image", sample)
+    recorder.resolve_state(1, "image", sample.contiguous())
+    assert recorder.axis_orders == {0: {"image": (0, 2, 1)}}
+    held = Conditions(
+        num_samples=2, steps=recorder.steps, batch_axes={}, axis_orders=recorder.axis_orders
+    )
+    states = held.states(0, {"image": sample.contiguous()})
+    assert torch.equal(states["image"], sample)
+    assert states["image"].stride() == sample.stride()
+    assert held.calls(0, states)[0].args[0] is states["image"]
+    assert held.states(1, {"image": sample})["image"].is_contiguous()
 
 
 def test_nothing_carries_a_graph():

@@ -251,12 +251,22 @@ def test_save_and_load_give_it_back_bitwise(any_pipe, tmp_path):
 
 
 def test_strides_survive_the_disk(pipe, tmp_path):
-    noise = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+    noise = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(0))[..., ::2]
     trajectory, _ = run(pipe, latents=noise, generator=None)
     first = trajectory.conditions[0].steps[0][0].kwargs["hidden_states"]
     assert first.stride() == noise.stride()
     trajectory.save(tmp_path)
     assert_same(trajectory, RolloutTrajectory.load(tmp_path))
+
+
+def test_the_layout_of_a_state_survives_the_disk(pipe, tmp_path):
+    noise = torch.randn(16, 2, 16, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
+    trajectory, _ = run(pipe, latents=noise, generator=None)
+    assert trajectory.conditions[0].axis_orders == {0: {"image": (1, 0, 2)}}
+    trajectory.save(tmp_path)
+    loaded = RolloutTrajectory.load(tmp_path)
+    assert_same(trajectory, loaded)
+    assert loaded.conditions[0].axis_orders == trajectory.conditions[0].axis_orders
 
 
 def test_half_a_trajectory_is_refused(pipe, tmp_path):
