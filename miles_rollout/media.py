@@ -41,6 +41,7 @@ class Media:
                 ("image", self.image),
                 ("video", self.video),
                 ("audio", self.audio),
+                ("action", self.action),
             )
         }
         return replace(self, **moved)

@@ -25,3 +25,13 @@ def test_alpha_is_laid_over_white():
     for plain in (image[:3], image[:1]):
         assert Media(image=plain).rgb is plain
     assert Media(video=torch.zeros(2, 3, 4, 4), fps=24).rgb is None
+
+
+def test_every_tensor_moves():
+    made = Media(
+        video=torch.zeros(2, 3, 4, 4), fps=24, audio=torch.zeros(1, 8), sampling_rate=8,
+        action=torch.zeros(2, 9),
+    ).to("meta")  # fmt: skip
+    assert {t.device.type for t in (made.video, made.audio, made.action)} == {"meta"}
+    assert made.image is None
+    assert made.fps == 24
