@@ -17,6 +17,7 @@ RELEASED: dict[str, str] = {
     "Qwen/Qwen-Image-Edit-2509": "QwenImageEditPlusPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
     "black-forest-labs/FLUX.2-klein-base-9B": "Flux2KleinPipeline",
+    "nvidia/Cosmos3-Nano": "Cosmos3OmniPipeline",
     "stabilityai/stable-diffusion-3-medium-diffusers": "StableDiffusion3Pipeline",
     "stabilityai/stable-diffusion-3.5-large": "StableDiffusion3Pipeline",
     "stabilityai/stable-diffusion-3.5-medium": "StableDiffusion3Pipeline",
