@@ -142,13 +142,14 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
 
 def _check_streams(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
     weights = {} if isinstance(rollout.stream_weights, str) else rollout.stream_weights
+    streams = adapter.request_streams(rollout.arguments())
     for key, names in (("sde_streams", rollout.sde_streams or ()), ("stream_weights", weights)):
         for name in names:
-            if name not in adapter.streams:
-                _refuse(key, "no such stream", name, f"choose among {', '.join(adapter.streams)}")
+            if name not in streams:
+                _refuse(key, "no such stream", name, f"choose among {', '.join(streams)}")
     if not weights:
         return
-    stochastic = rollout.sde_streams or adapter.request_streams(rollout.arguments())
+    stochastic = rollout.sde_streams or streams
     for name in stochastic:
         if name not in weights:
             _refuse(

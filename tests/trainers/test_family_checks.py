@@ -17,6 +17,7 @@ from trainers.video_file import VideoFileError
 H3 = ("model.pipeline=tiny-minimax-h3", "rollout.num_inference_steps=4")
 SD3 = ("model.pipeline=tiny-sd3",)
 FLUX = ("model.pipeline=tiny-flux",)
+COSMOS3 = ("model.pipeline=tiny-cosmos3", "rollout.num_frames=5")
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,26 @@ FLUX = ("model.pipeline=tiny-flux",)
         (
             (*H3, "rollout.stream_weights={video: 1, audio: 1}", "rollout.sde_streams=[video]"),
             "rollout.stream_weights: has no effect on audio, which is not stochastic",
+        ),
+        (
+            (*COSMOS3, "rollout.sde_streams=[video, audio]"),
+            "rollout.sde_streams: no such stream; got audio; choose among video",
+        ),
+        (
+            (
+                *COSMOS3,
+                "rollout.sampling={enable_sound: true}",
+                "rollout.stream_weights={video: 1}",
+            ),
+            "rollout.stream_weights: no weight for the stochastic stream audio",
+        ),
+        (
+            (*COSMOS3, "rollout.num_frames=6"),
+            "num_frames must be of the form 4 n + 1, or the pipeline cuts it; got 6; set num_frames=5",
+        ),
+        (
+            ("model.pipeline=tiny-cosmos3-modular", "rollout.chunk_size=2"),
+            "rollout.chunk_size: this pipeline takes one sample a call; got 2; set 1 or null",
         ),
         (
             ("model.denoisers=[transformer_2]",),
