@@ -27,7 +27,7 @@ def workflow_of(given: Mapping[str, Any]) -> str:
     if given.get("references") is not None:
         return REFERENCES
     keyframes = (given.get("image"), given.get("last_image"))
-    return TEXT if keyframes == (None, None) else KEYFRAMES
+    return TEXT if all(image is None for image in keyframes) else KEYFRAMES
 
 
 def inputs_of(blocks: Any, workflow: str, given: Collection[str]) -> set[str]:

@@ -222,3 +222,71 @@ def test_a_step_may_hold_fewer_blocks_than_declared_and_no_part_of_one():
         whole = Conditions(num_samples=2, steps=recorder.steps, batch_axes=axes, blocks=blocks)
         with pytest.raises(RolloutParamsError, match=f"hold 2 x 2 rows; got {len(value)}; declare"):
             whole.select([1])
+
+
+def test_what_stands_before_a_state_is_kept_once_and_the_state_not_at_all():
+    recorder, rows = CallRecorder(), torch.arange(10.0).view(5, 2)
+    for step in range(3):
+        record(recorder=recorder, step=step, x=rows[None])
+        recorder.resolve_state(step, "video", rows[2:][None])
+        recorder.end_step()
+        rows[2:] += 1
+    stands = [recorder.steps[step][0].kwargs["x"] for step in range(3)]
+    assert stands == [StreamState("video", torch.float32)] * 3
+    assert all(stand.front is stands[0].front for stand in stands)
+    assert stands[0].front.untyped_storage().nbytes() == 4 * 4
+    states = {"video": torch.full((1, 3, 2), 7.0)}
+    filled = stands[1].of(states)
+    assert filled[0].tolist() == [[0, 1], [2, 3], [7, 7], [7, 7], [7, 7]]
+    assert filled.is_contiguous()
+
+
+def test_what_stands_before_a_state_may_change_from_step_to_step():
+    recorder, rows = CallRecorder(), torch.arange(10.0).view(5, 2)
+    for step in range(2):
+        record(recorder=recorder, step=step, x=rows[None])
+        recorder.resolve_state(step, "video", rows[2:][None])
+        recorder.end_step()
+        rows += 1
+    fronts = [recorder.steps[step][0].kwargs["x"].front for step in range(2)]
+    assert [front[0, 0].tolist() for front in fronts] == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "sample_of",
+    [
+        lambda rows: rows[2:].clone()[None],
+        lambda rows: rows[1:4][None],
+        lambda rows: rows[:, 1:][None],
+        lambda rows: rows[2:].view(1, 2, 3),
+        lambda rows: rows[2:],
+        lambda rows: rows[3:].view(torch.int32)[None],
+    ],
+)
+def test_what_is_not_the_end_of_an_argument_is_no_state(sample_of):
+    recorder, rows = CallRecorder(), torch.arange(10.0).view(5, 2)
+    record(recorder=recorder, x=rows[None])
+    recorder.resolve_state(0, "video", sample_of(rows))
+    assert torch.equal(recorder.steps[0][0].kwargs["x"], rows[None])
+
+
+def test_a_state_that_was_changed_after_the_call_is_none():
+    recorder, rows = CallRecorder(), torch.arange(10.0).view(5, 2)
+    record(recorder=recorder, x=rows[None])
+    rows[4] = 0
+    recorder.resolve_state(0, "video", rows[2:][None])
+    assert recorder.steps[0][0].kwargs["x"][0, 4].tolist() == [8, 9]
+
+
+def test_states_of_inference_tensors_are_told_by_their_values():
+    with torch.inference_mode():
+        recorder, rows = CallRecorder(), torch.arange(10.0).view(5, 2)
+        record(recorder=recorder, x=rows[None])
+        recorder.resolve_state(0, "video", rows[2:][None])
+        record(recorder=recorder, step=1, x=rows[None])
+        rows[4] = 0
+        recorder.resolve_state(1, "video", rows[2:][None])
+    front = recorder.steps[0][0].kwargs["x"].front
+    assert front[0].tolist() == [[0, 1], [2, 3]]
+    assert not front.is_inference()
+    assert recorder.steps[1][0].kwargs["x"][0, 4].tolist() == [8, 9]

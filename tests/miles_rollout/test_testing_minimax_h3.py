@@ -1,9 +1,11 @@
 """The tiny MiniMax H3 is a real pipeline, seeded, and nothing in it is trivial."""
 
+import itertools
 import subprocess
 import sys
 
 import diffusers
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -11,8 +13,9 @@ import transformers
 from miles_rollout import testing
 from miles_rollout.loading import load_pipeline
 from miles_rollout.testing import tiny_minimax_h3
+from tests.miles_rollout.tiny_h3 import keyframes, picture, references
 
-MODULES = ("transformer", "vae", "audio_vae", "text_encoder")
+MODULES = ("transformer", "transformer_ref", "vae", "audio_vae", "text_encoder")
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +23,19 @@ def pipeline():
     return tiny_minimax_h3()
 
 
-def film(pipeline, prompt="a red circle", seed=0):
+def film(pipeline, prompt="a red circle", seed=0, **inputs):
     return pipeline(
         prompt=prompt, height=32, width=32, num_frames=124, num_inference_steps=3,
         output_type="pt", generator=torch.Generator().manual_seed(seed),
-        output=["videos", "audio", "sampling_rate"],
+        output=["videos", "audio", "sampling_rate"], **inputs,
     )  # fmt: skip
 
 
 def test_the_classes_are_the_real_ones(pipeline):
     assert type(pipeline).__name__ == "MiniMaxH3ModularPipeline"
-    assert type(pipeline.transformer) is diffusers.MiniMaxH3Transformer3DModel
+    for name in ("transformer", "transformer_ref"):
+        assert type(getattr(pipeline, name)) is diffusers.MiniMaxH3Transformer3DModel
+    assert isinstance(pipeline.processor, transformers.Qwen3VLProcessor)
     assert type(pipeline.vae) is diffusers.AutoencoderKLMiniMaxH3
     assert type(pipeline.audio_vae) is diffusers.AutoencoderKLMiniMaxH3Audio
     assert type(pipeline.text_encoder) is transformers.Qwen3VLForConditionalGeneration
@@ -54,6 +59,33 @@ def test_prompt_and_noise_change_both_media(pipeline):
     for other in film(pipeline, "a blue square on a green background"), film(pipeline, seed=1):
         for name in ("videos", "audio"):
             assert not torch.equal(made[name], other[name])
+
+
+def test_every_kind_of_condition_changes_both_media(pipeline):
+    given = references()["references"]
+    forms = [{}, keyframes(), *({"references": given[:n]} for n in (1, 2, 3))]
+    made = [film(pipeline, **form) for form in forms]
+    for ours, theirs in itertools.combinations(made, 2):
+        for name in ("videos", "audio"):
+            assert (ours[name] - theirs[name]).abs().max() > 1e-5
+
+
+def test_the_denoisers_differ(pipeline):
+    weights = [getattr(pipeline, n).proj_in.weight for n in ("transformer", "transformer_ref")]
+    assert not torch.equal(*weights)
+
+
+def test_a_still_video_is_shown_to_the_text_encoder_as_pairs_of_its_image(pipeline):
+    image, processor = picture(), pipeline.processor
+    one = processor.image_processor(images=[image], return_tensors="pt")
+    still = processor.video_processor(
+        videos=[np.stack([np.asarray(image)] * 3)], do_sample_frames=False, return_tensors="pt"
+    )
+    assert one["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert still["video_grid_thw"].tolist() == [[2, 4, 4]]
+    assert torch.equal(still["pixel_values_videos"], one["pixel_values"].repeat(2, 1))
+    ids = [1, processor.image_token_id, processor.video_token_id]
+    assert processor.create_mm_token_type_ids([ids]) == [[0, 1, 2]]
 
 
 def test_it_depends_on_the_seed_alone(pipeline):
