@@ -150,6 +150,21 @@ def test_bad_requests_are_refused_before_a_model_runs(kwargs, message):
     assert len(calls) == 0
 
 
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (picture(96, 32, seed=3), "does not fit: Image too small: .* got <PIL.Image.Image"),
+        (torch.zeros(3, 64, 64), "does not fit: Image must be a PIL.Image.Image, got"),
+    ],
+)
+def test_references_that_do_not_fit_are_refused_before_a_model_runs(image, message):
+    engine = RolloutEngine(load(NAME))
+    with Calls(engine.pipe.transformer, engine.pipe.text_encoder) as calls:
+        with pytest.raises(RolloutParamsError, match=message):
+            generate(engine, inputs=[{"image": [A]}, {"image": [A, image]}], chunk_size=1)
+        assert len(calls) == 0
+
+
 def test_the_form_with_a_cache_is_refused_by_name():
     load(NAME)  # a skip where diffusers is too old
     pipe = diffusers.Flux2KleinKVPipeline(**load_pipeline(NAME).components)
