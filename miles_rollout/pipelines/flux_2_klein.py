@@ -85,6 +85,16 @@ class Flux2KleinAdapter(TwoCallAdapter):
             velocity = negative[0] + step.guidance["guidance_scale"] * (velocity - negative[0])
         return {"image": velocity}
 
+    def check_inputs(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> None:
+        """Refuse reference images that the pipeline would refuse after the text encoder has run."""
+        for image in _references(inputs):
+            try:
+                pipe.image_processor.check_image_input(image)
+            except ValueError as error:
+                refuse(f"a reference image does not fit: {error}", repr(image), "another image")
+
     def encode(
         self, pipe: Any, prompt: str, max_sequence_length: int | None, inputs: Mapping[str, Any]
     ) -> Encoding:
@@ -92,15 +102,14 @@ class Flux2KleinAdapter(TwoCallAdapter):
         embeds, _ = pipe.encode_prompt(
             prompt=prompt, max_sequence_length=max_sequence_length or 512
         )
-        image = inputs.get("image")
-        return {"embeds": embeds[0], "image": [image] if hasattr(image, "size") else image}
+        return {"embeds": embeds[0], "image": _references(inputs)}
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None
     ) -> dict[str, Any]:
         """Every prompt has one length: only stacked. Raises for rows with different references."""
         images = [encoding["image"] for encoding in encodings]
-        if len({tuple(map(id, image or ())) for image in images}) > 1:
+        if len({tuple(map(id, image)) for image in images}) > 1:
             refuse(
                 "the rows of a call share their reference images",
                 f"{len(images)} rows with different ones",
@@ -125,3 +134,9 @@ class Flux2KleinAdapter(TwoCallAdapter):
         pixels = pipe.vae.decode(latents["image"], return_dict=False)[0]
         images = pipe.image_processor.postprocess(pixels, output_type="pt")
         return [Media(image=image.float()) for image in images]
+
+
+def _references(inputs: Mapping[str, Any]) -> list[Any]:
+    """One or a list of them, in their order; empty without any."""
+    image = inputs.get("image")
+    return image if isinstance(image, list) else [] if image is None else [image]

@@ -97,22 +97,33 @@ class QwenImageEditPlusAdapter(TwoCallAdapter):
             return {"image": positive}
         return {"image": guided(positive, negative[0], step.guidance["true_cfg_scale"])}
 
-    def encode(
-        self, pipe: Any, prompt: str, max_sequence_length: int | None, inputs: Mapping[str, Any]
-    ) -> Encoding:
-        """The prompt with its references, in the size in which the pipeline shows them to it."""
+    def check_inputs(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> None:
+        """Refuse a prompt without references."""
+        _references(inputs.get("image"))
+
+    def prepare(
+        self, pipe: Any, inputs: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """The references, also in the size in which the pipeline shows them to the text encoder."""
         from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as module
 
-        if max_sequence_length is not None:
-            refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
-        images = _references(inputs.get("image"))
-        shown = []
+        images, shown = _references(inputs.get("image")), []
         for image in images:
             ratio = image.size[0] / image.size[1]
             width, height = module.calculate_dimensions(module.CONDITION_IMAGE_SIZE, ratio)
             shown.append(pipe.image_processor.resize(image, height, width))
-        embeds, _ = pipe.encode_prompt(prompt=prompt, image=shown)
-        return {"embeds": embeds[0], "image": images}
+        return {"image": images, "shown": shown}
+
+    def encode(
+        self, pipe: Any, prompt: str, max_sequence_length: int | None, inputs: Mapping[str, Any]
+    ) -> Encoding:
+        """The prompt with its references."""
+        if max_sequence_length is not None:
+            refuse("prompts are never cut", max_sequence_length, "max_sequence_length=None")
+        embeds, _ = pipe.encode_prompt(prompt=prompt, image=inputs["shown"])
+        return {"embeds": embeds[0], "image": inputs["image"]}
 
     def collate(
         self, encodings: Sequence[Encoding], negatives: Sequence[Encoding] | None

@@ -150,10 +150,25 @@ def test_bad_requests_are_refused_before_a_model_runs(kwargs, message):
     assert len(calls) == 0
 
 
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        (picture(96, 32, seed=3), "does not fit: Image too small: .* got <PIL.Image.Image"),
+        (torch.zeros(3, 64, 64), "does not fit: Image must be a PIL.Image.Image, got"),
+    ],
+)
+def test_references_that_do_not_fit_are_refused_before_a_model_runs(image, message):
+    engine = RolloutEngine(load(NAME))
+    with Calls(engine.pipe.transformer, engine.pipe.text_encoder) as calls:
+        with pytest.raises(RolloutParamsError, match=message):
+            generate(engine, inputs=[{"image": [A]}, {"image": [A, image]}], chunk_size=1)
+        assert len(calls) == 0
+
+
 def test_the_form_with_a_cache_is_refused_by_name():
     load(NAME)  # a skip where diffusers is too old
     pipe = diffusers.Flux2KleinKVPipeline(**load_pipeline(NAME).components)
-    message = "pipeline: .* a cache of the references .* got Flux2KleinKVPipeline; set one without"
+    message = "pipeline: .* a cache of the references .* got Flux2KleinKVPipeline; set another pipeline"
     with Calls(pipe.transformer, pipe.text_encoder) as calls:
         with pytest.raises(RolloutParamsError, match=message), rollout(pipe, ODE, SEEDS):
             pipe(prompt=PROMPTS, generator=generators(), **SIZE)
