@@ -6,8 +6,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers import ModularPipeline
+from torch import nn
 
-from miles_rollout.errors import RolloutParamsError
+from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.pipelines.base import Encoding, PipelineAdapter
 
 
@@ -20,6 +22,8 @@ class Encodings:
         # Each with the inputs of its key, which keeps their ids their own.
         self._prepared: dict[Hashable, tuple[Any, Mapping[str, Any]]] = {}
         self._encoded: dict[Hashable, tuple[Any, Encoding]] = {}
+        self._dropped: torch.dtype | None = None
+        """The pipeline's dtype when its text encoders were dropped."""
 
     def check(
         self,
@@ -48,13 +52,15 @@ class Encodings:
         sampling: Mapping[str, Any],
     ) -> list[Encoding]:
         """The encodings of prompts that were checked."""
-        dtype = self._pipe.dtype  # of the whole pipeline: what was encoded before a cast is stale
+        # Of the whole pipeline: what was encoded before a cast is stale.
+        dtype = self._dropped or self._pipe.dtype
         read = {name: sampling.get(name) for name in sorted(self._adapter.prepared_for)}
         encoded = []
         for prompt, given in zip(prompts, inputs or [{}] * len(prompts), strict=True):
             common = (_identity(given), tuple(read.values()), dtype)
             key = (prompt, max_sequence_length, common)
             if key not in self._encoded:
+                self._check_not_dropped(prompt)
                 if common not in self._prepared:
                     kept = {n: list(v) if isinstance(v, list) else v for n, v in given.items()}
                     made = self._adapter.prepare(self._pipe, kept, read)
@@ -64,6 +70,38 @@ class Encodings:
                 self._encoded[key] = (kept, encoding)
             encoded.append(self._encoded[key][1])
         return encoded
+
+    def drop_text_encoders(self) -> list[str]:
+        """Take the text encoders out of the pipeline; returns their names."""
+        names = text_encoders(self._pipe)
+        if not names:
+            raise RolloutParamsError(
+                "RolloutEngine.drop_text_encoders: this pipeline has none; got "
+                f"{type(self._pipe).__name__}; leave them be"
+            )
+        # Its first component may be one of those, and tells the pipeline's dtype.
+        self._dropped = self._pipe.dtype
+        if isinstance(self._pipe, ModularPipeline):
+            self._pipe.unload_components(names)
+        else:
+            self._pipe.register_modules(**dict.fromkeys(names))
+        return names
+
+    def _check_not_dropped(self, prompt: str) -> None:
+        if self._dropped is not None:
+            raise RolloutStateError(
+                "RolloutEngine.encode: the text encoders were dropped, and this prompt was not "
+                f"encoded before; got {prompt!r}; encode all prompts first"
+            )
+
+
+def text_encoders(pipe: Any) -> list[str]:
+    """The names of the components that only make embeddings of prompts."""
+    return [
+        name
+        for name, component in pipe.components.items()
+        if name.startswith("text_encoder") and isinstance(component, nn.Module)
+    ]
 
 
 def _identity(inputs: Mapping[str, Any]) -> Hashable:

@@ -83,12 +83,20 @@ class RolloutEngine:
         ``inputs`` holds what each prompt comes with, such as ``{"image": ...}``; they are told apart
         as objects, so change none in place. What they become may depend on ``sampling``, such as
         ``height``: it is that of `generate`. Raises ``RolloutParamsError`` before a model runs.
-        After all prompts of a run are encoded, the text encoder can leave the device:
-        ``engine.pipe.text_encoder.to("cpu")``.
+        After all prompts of a run are encoded, `drop_text_encoders` frees the encoders' memory.
         """
         check_inputs(inputs, len(prompts), self.adapter.inputs)
         self._encodings.check(prompts, inputs, sampling)
         return self._encodings.encode(prompts, max_sequence_length, inputs, sampling)
+
+    def drop_text_encoders(self) -> list[str]:
+        """Take the components ``text_encoder*`` out of the pipeline; returns their names.
+
+        What was encoded stays known, and `encode` raises ``RolloutStateError`` for anything else.
+        Memory is free if the pipeline held the last reference. Raises ``RolloutParamsError`` for a
+        pipeline without such a component.
+        """
+        return self._encodings.drop_text_encoders()
 
     # -- generate ---------------------------------------------------------------------------------
 

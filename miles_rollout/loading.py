@@ -59,15 +59,21 @@ def check_pipeline_name(name: str) -> None:
         )
 
 
-def load_pipeline(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Load by name, with the progress bar off. Raises ``RolloutParamsError`` for a bad name."""
+def load_pipeline(
+    name: str, dtype: torch.dtype = torch.float32, workflow: str | None = None
+) -> Any:
+    """Load by name, with the progress bar off. Raises ``RolloutParamsError`` for a bad name.
+
+    ``workflow``: of a modular pipeline with several only the components of this one are loaded.
+    """
     check_pipeline_name(name)
     if name in TINY_PIPELINES:
         function, arguments = TINY_PIPELINES[name]
         testing = importlib.import_module("miles_rollout.testing")
         pipe = getattr(testing, function)(**arguments, dtype=dtype)
     else:
-        pipe = load_pretrained(name, torch_dtype=dtype)
+        chosen = {} if workflow is None else {"workflow": workflow}
+        pipe = load_pretrained(name, torch_dtype=dtype, **chosen)
     hide_progress_bars(pipe)
     return pipe
 

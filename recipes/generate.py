@@ -12,9 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from miles_rollout import RolloutEngine
 from miles_rollout.errors import MilesRolloutError
-from trainers.build import RunError, build_device, load_policy_pipeline, make_folder
+from trainers.build import RunError, build_device, build_engine, make_folder
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import from_tree
@@ -32,7 +31,7 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
     tensors, state = load_checkpoint(folder)
     config = from_tree(TrainConfig, state["config"], str(folder))
     make_folder(out, "--out")
-    engine = RolloutEngine(load_policy_pipeline(config, build_device(config.model.device)))
+    engine = build_engine(config, build_device(config.model.device), prompts)
     policy = Policy(engine, config.model.lora, seed=config.seed, denoisers=config.model.denoisers)
     policy.load(tensors["policy"])
     pictures: list[Tensor] = []

@@ -12,6 +12,7 @@ from trainers.windows import RandomWindow
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
 PROMPTS = sorted((ROOT / "configs/prompts").iterdir())
+H3_VIDEO, H3_JOINT = (f"configs/minimax_h3/t2va_{kind}.yaml" for kind in ("video_only", "joint"))
 ALIGNED = "configs/qwen_image/flow_grpo_aligned.yaml"
 
 
@@ -79,3 +80,49 @@ def test_the_public_qwen_image_recipe_is_as_published() -> None:
     assert (config.algorithm.advantage_std, config.algorithm.kl_beta) == ("batch", 0.0)
     assert (config.eval.every, config.checkpoint.every) == (30, 30)
     assert config.eval.num_inference_steps == 50
+
+
+def test_the_public_video_recipe_of_minimax_h3_is_as_published() -> None:
+    config = load(TrainConfig, [H3_VIDEO])
+    rollout, optim = config.rollout, config.optim
+    assert (rollout.num_prompts, rollout.group_size, rollout.chunk_size) == (2, 8, 1)
+    assert (rollout.height, rollout.width) == (768, 1344)
+    # Ten evaluations; frames come in 17 n + 5, and five seconds are the least.
+    assert (rollout.num_inference_steps, config.eval.num_inference_steps) == (11, 21)
+    assert (rollout.num_frames or 0) % 17 == 5
+    assert (rollout.num_frames or 0) / 24 >= 5
+    assert (rollout.sde_type, rollout.noise_level) == ("sde", 0.7)
+    assert rollout.sde_streams == ("video",)
+    windows = {rollout.window.choose(i, 10, config.seed) for i in range(50)}
+    assert windows == {(1, 2), (2, 3)}
+    assert (optim.lr, optim.eps, optim.weight_decay) == (1e-4, 1e-15, 1e-4)
+    assert (optim.max_grad_norm, optim.updates_per_iteration) == (1.0, 2)
+    assert (config.algorithm.clip_range, config.algorithm.kl_beta) == (1e-4, 0.0)
+    assert config.algorithm.advantage_std == "batch"
+    _has_the_published_h3_model(config)
+
+
+def test_the_public_joint_recipe_of_minimax_h3_is_as_published() -> None:
+    config = load(TrainConfig, [H3_JOINT])
+    rollout, optim = config.rollout, config.optim
+    assert (rollout.num_prompts, rollout.group_size) == (32, 8)
+    assert (rollout.height, rollout.width, rollout.num_inference_steps) == (256, 384, 11)
+    assert (rollout.sde_type, rollout.noise_level, rollout.sde_streams) == ("cps", 0.8, None)
+    assert rollout.stream_weights == {"video": 0.5, "audio": 0.5}
+    windows = {rollout.window.choose(i, 10, config.seed) for i in range(200)}
+    assert windows == {(i, i + 1, i + 2) for i in range(7)}
+    assert (optim.lr, optim.weight_decay, optim.updates_per_iteration) == (3e-4, 1e-4, 2)
+    _has_the_published_h3_model(config)
+
+
+def _has_the_published_h3_model(config: TrainConfig) -> None:
+    model = config.model
+    assert (model.pipeline, model.workflow, model.dtype) == (
+        "MiniMaxAI/MiniMax-H3",
+        "t2va",
+        "bfloat16",
+    )
+    assert model.drop_text_encoders
+    assert model.gradient_checkpointing
+    assert model.lora is not None
+    assert (model.lora.rank, model.lora.alpha, len(model.lora.targets)) == (64, 128.0, 6)

@@ -39,6 +39,7 @@ SDK = {
     ),
     "RolloutEngine": "(pipe, adapter=None)",
     "RolloutEngine.decode": "(self, latents, **request)",
+    "RolloutEngine.drop_text_encoders": "(self)",
     "RolloutEngine.encode": "(self, prompts, *, max_sequence_length=None, inputs=None, **sampling)",
     "RolloutEngine.from_pretrained": "(name, **kwargs)",
     "RolloutEngine.generate": (

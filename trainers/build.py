@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from miles_rollout import RolloutEngine
+from miles_rollout.encodings import text_encoders
 from miles_rollout.errors import MilesRolloutError
 from miles_rollout.families import find_adapter
 from miles_rollout.loading import load_pipeline
@@ -96,9 +98,9 @@ def run(config: TrainConfig) -> Path:
 
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
-    engine = RolloutEngine(load_policy_pipeline(config, inputs.device))
+    prompts = [record.prompt for record in (*inputs.train_prompts, *inputs.eval_prompts)]
+    engine = build_engine(config, inputs.device, prompts)
     config = for_family(config, engine.adapter)
-    check_request(config, engine)
     if makes_video(config.rollout, engine.adapter):
         require_av()
     algorithm = build_algorithm(config.algorithm)
@@ -122,20 +124,48 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     )
 
 
-def load_policy_pipeline(config: TrainConfig, device: torch.device) -> Any:
-    """The configured pipeline, on its device, with the configured threads."""
+def build_engine(
+    config: TrainConfig, device: torch.device, prompts: Sequence[str]
+) -> RolloutEngine:
+    """The configured pipeline on its device, checked against the config.
+
+    With ``model.drop_text_encoders`` the encoders go there alone, encode all ``prompts``, and are
+    dropped before the rest follows: never are both on the device.
+    """
+    pipe = load_policy_pipeline(config)
+    engine = RolloutEngine(pipe)
+    config = for_family(config, engine.adapter)
+    check_request(config.rollout, config.eval, engine)
+    if config.model.drop_text_encoders:
+        names = text_encoders(pipe)
+        if not names:
+            raise ConfigError(
+                "model.drop_text_encoders: this pipeline has none; got "
+                f"{config.model.pipeline!r}; set false"
+            )
+        for name in names:
+            getattr(pipe, name).to(device)
+        asides = (config.rollout.negative_prompt, engine.adapter.implied_negative)
+        wanted = [*prompts, *(text for text in asides if text is not None)]
+        engine.encode(wanted, **config.rollout.arguments())
+        engine.drop_text_encoders()
+    pipe.to(device)
+    return engine
+
+
+def load_policy_pipeline(config: TrainConfig) -> Any:
+    """The configured pipeline on the CPU, with the configured threads."""
     model = config.model
     if model.num_threads is not None:
         torch.set_num_threads(model.num_threads)
     try:
-        pipe = load_pipeline(model.pipeline, getattr(torch, model.dtype))
+        return load_pipeline(model.pipeline, getattr(torch, model.dtype), model.workflow)
     except OSError as error:  # what diffusers raises for a name or a file that is not there
         raise RunError(
             f"model.pipeline: cannot be loaded; got {model.pipeline!r} "
             f"({str(error).strip().splitlines()[0]}); set a folder, a hub name that can be reached, "
             "or a tiny pipeline's name"
         ) from error
-    return pipe.to(device)
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:

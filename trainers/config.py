@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from miles_rollout.families import find_adapter
-from miles_rollout.loading import check_pipeline_name
+from miles_rollout.families import class_name_of, find_adapter
+from miles_rollout.loading import TINY_PIPELINES, check_pipeline_name
 from miles_rollout.pipelines import PipelineAdapter
 from trainers.algorithms import AlgorithmConfig
 from trainers.config_loader import STRICT
@@ -31,6 +31,12 @@ class ModelConfig:
 
     pipeline: str = "tiny-qwen-image-pretrained"
     """A tiny pipeline's name, a folder, or a hub name."""
+    workflow: str | None = None
+    """Of a modular pipeline with several, such as t2va of MiniMax H3: only its components are loaded
+    (null: all)."""
+    drop_text_encoders: bool = False
+    """All prompts are encoded first, and the text encoders leave memory before the rest of the model
+    comes to the device."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of all weights but the LoRA's, which stay float32."""
     device: str = "auto"
@@ -49,6 +55,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_pipeline_name(self.pipeline)
+        class_name = class_name_of(self.pipeline)
+        is_loaded = class_name is None or class_name.endswith("ModularPipeline")
+        if self.workflow is not None and (self.pipeline in TINY_PIPELINES or not is_loaded):
+            raise ValueError(
+                f"workflow has no effect on {self.pipeline!r}, which is not a modular pipeline that "
+                f"is loaded; got {self.workflow!r}; set null"
+            )
         if self.num_threads is not None and self.num_threads < 1:
             raise ValueError(f"must be at least 1 or null; got num_threads {self.num_threads}")
         names = self.denoisers
@@ -208,10 +221,9 @@ class TrainConfig:
             raise ValueError(f"iterations must be at least 1; got {self.iterations}")
         adapter = find_adapter(self.model.pipeline)
         if adapter is not None:
-            rollout, evaluation = resolve_chunks(self.rollout, self.eval, adapter)
+            rollout, evaluation = _for_family(self, adapter)
             object.__setattr__(self, "rollout", rollout)
             object.__setattr__(self, "eval", evaluation)
-            check_family(self, adapter)
         self._check_batch()
         if self.debug.save_rollouts and self.debug.load_rollouts:
             raise ValueError(
@@ -236,7 +248,12 @@ class TrainConfig:
 
 def for_family(config: TrainConfig, adapter: PipelineAdapter) -> TrainConfig:
     """The config of a pipeline whose name did not tell its family: checked now, chunks resolved."""
+    rollout, evaluation = _for_family(config, adapter)
+    return replace(config, rollout=rollout, eval=evaluation)
+
+
+def _for_family(config: TrainConfig, adapter: PipelineAdapter) -> tuple[RolloutConfig, EvalConfig]:
+    model = config.model
     rollout, evaluation = resolve_chunks(config.rollout, config.eval, adapter)
-    resolved = replace(config, rollout=rollout, eval=evaluation)
-    check_family(resolved, adapter)
-    return resolved
+    check_family(model.pipeline, model.denoisers or (), rollout, evaluation, adapter)
+    return rollout, evaluation

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import torch
 from torch import nn
 
-from miles_rollout.loading import TINY_PIPELINES, load_pipeline
+from miles_rollout.families import find_adapter
 from trainers.algorithms import build_algorithm
 from trainers.build import Inputs
 from trainers.config import TrainConfig
 from trainers.config_loader import to_yaml
 from trainers.lora import LoraConfig
+from trainers.model_sizes import ModelSizes, measure
 
 _ADAM_BYTES = 16
 """A float32 weight, its gradient and two moments."""
+
+_STATE_BYTES = 4
+"""Of an element in float32, the largest."""
 
 
 def describe(config: TrainConfig, inputs: Inputs) -> str:
     """The resolved config, batch arithmetic, denoiser samples and memory of an iteration."""
     rollout, optim = config.rollout, config.optim
-    branches = 2 if rollout.negative_prompt is not None else 1
-    steps = rollout.window.choose(0, rollout.num_inference_steps, config.seed)
+    sizes = measure(config)
+    guided = rollout.negative_prompt is not None
+    branches = sizes.branches if sizes is not None else 2 if guided else 1
+    adapter = find_adapter(config.model.pipeline)
+    points = rollout.num_inference_steps
+    evaluations = points if adapter is None else adapter.num_steps(points)
+    steps = rollout.window.choose(0, evaluations, config.seed)
     evaluated = config.eval.num_prompts or len(inputs.eval_prompts)
     replays = 2 if build_algorithm(config.algorithm).needs_reference else 1
     pairs = rollout.num_samples * len(steps)
@@ -40,58 +45,60 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {len(inputs.train_prompts)} training prompts; evaluation of {evaluated} held-out "
         f"prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
-        f"  rollout {rollout.num_samples * rollout.num_inference_steps * branches} = "
-        f"{rollout.num_samples} x {rollout.num_inference_steps} steps x {branches}"
-        f"{' (guidance)' if branches == 2 else ''}",
+        f"  rollout {rollout.num_samples * evaluations * branches} = "
+        f"{rollout.num_samples} x {evaluations} steps x {branches}"
+        f"{' (guidance)' if branches > 1 else ''}",
         f"  train {pairs * branches * replays} = {rollout.num_samples} x {len(steps)} steps x "
         f"{branches}{' x 2 (reference for the KL)' if replays == 2 else ''}, with backward",
         "memory",
-        *_memory(config, len(steps)),
+        *_memory(config, sizes, len(steps), evaluations),
     ]
     return "\n".join(lines)
 
 
-def _memory(config: TrainConfig, num_steps: int) -> list[str]:
-    denoiser, latent_elements, note = _sizes(config)
-    weights = sum(p.numel() for p in denoiser.parameters())
+def _memory(config: TrainConfig, sizes: ModelSizes | None, num_steps: int, last: int) -> list[str]:
+    if sizes is None:
+        return [
+            f"  not known: {config.model.pipeline!r} is no folder here, and its sizes are told by "
+            "its files"
+        ]
     bytes_each = 2 if config.model.dtype == "bfloat16" else 4
     lora = config.model.lora
-    trained = weights if lora is None else _lora_parameters(denoiser, lora)
-    boundaries = min(num_steps * 2, config.rollout.num_inference_steps + 1)
-    state_bytes = 4 if config.rollout.latent_dtype == "float32" else bytes_each
-    kept = config.rollout.num_samples * boundaries * latent_elements * state_bytes
-    return [
-        f"  denoiser {weights / 1e6:.1f} M parameters, {_size(weights * bytes_each)} ({note})",
+    lines, trained = [], 0
+    for name, denoiser in sizes.denoisers.items():
+        weights = sum(p.numel() for p in denoiser.parameters())
+        trained += weights if lora is None else _lora_parameters(denoiser, lora)
+        label = "denoiser" if len(sizes.denoisers) == 1 else name
+        lines.append(
+            f"  {label} {weights / 1e6:.1f} M parameters, {_size(weights * bytes_each)} "
+            f"({sizes.source})"
+        )
+    lines.append(
         f"  trained {trained / 1e6:.2f} M parameters, {_size(trained * _ADAM_BYTES)} with gradient "
-        "and AdamW moments in float32",
-        f"  kept latents of an iteration at most {_size(kept)} ({latent_elements} elements each); "
-        "activations and the text encoder come on top",
-    ]
+        "and AdamW moments in float32"
+    )
+    return [*lines, _latents(config, sizes, num_steps, last), *_videos(config)]
 
 
-def _sizes(config: TrainConfig) -> tuple[nn.Module, int, str]:
-    """The denoiser (perhaps without storage), latent elements a sample, and where they are from."""
-    name = config.model.pipeline
-    height, width = config.rollout.height, config.rollout.width
-    if name in TINY_PIPELINES:
-        pipe = load_pipeline(name)
-        denoiser, scale, note = pipe.transformer, pipe.vae_scale_factor * 2, name
-    else:
-        denoiser, note = _meta_qwen_image(Path(name).expanduser())
-        scale = 16
-    return denoiser, (height // scale) * (width // scale) * denoiser.config.in_channels, note
+def _latents(config: TrainConfig, sizes: ModelSizes, num_steps: int, last: int) -> str:
+    rest = "activations and the text encoder come on top"
+    if sizes.latents is None:
+        return f"  kept latents: their size is not known before the model is loaded; {rest}"
+    each = sum(sizes.latents.values())
+    boundaries = min(num_steps * 2, last + 1)
+    kept = config.rollout.num_samples * boundaries * each * _STATE_BYTES
+    told = ", ".join(f"{count} {stream}" for stream, count in sizes.latents.items())
+    return f"  kept latents of an iteration at most {_size(kept)} ({told} elements each); {rest}"
 
 
-def _meta_qwen_image(folder: Path) -> tuple[Any, str]:
-    """Qwen-Image's denoiser without storage: from a folder's config, else the class's own."""
-    from diffusers import QwenImageTransformer2DModel
-
-    path = folder / "transformer" / "config.json"
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        if path.is_file():
-            values = QwenImageTransformer2DModel.load_config(path)
-            return QwenImageTransformer2DModel.from_config(values), str(path)
-        return QwenImageTransformer2DModel(), "sizes of the released Qwen-Image"
+def _videos(config: TrainConfig) -> list[str]:
+    """A picture is small; all videos of an iteration are held until they are scored."""
+    rollout = config.rollout
+    if not rollout.num_frames:
+        return []
+    pixels = rollout.num_frames * 3 * rollout.height * rollout.width
+    size = _size(rollout.num_samples * pixels * _STATE_BYTES)
+    return [f"  decoded videos of an iteration {size} of host memory, until they are scored"]
 
 
 def _lora_parameters(module: nn.Module, lora: LoraConfig) -> int:

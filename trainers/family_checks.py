@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,9 +19,6 @@ from miles_rollout import RolloutEngine
 from miles_rollout.pipelines import GenericAdapter, PipelineAdapter
 from trainers.config_loader import ConfigError
 from trainers.rollout_config import OWN_KEYS, EvalConfig, RolloutConfig
-
-if TYPE_CHECKING:
-    from trainers.config import TrainConfig
 
 _OF_THE_ENGINE = frozenset({"max_sequence_length"})
 """Arguments that the engine takes for every family."""
@@ -41,24 +39,32 @@ def resolve_chunks(
     return replace(rollout, chunk_size=1), replace(evaluation, chunk_size=1)
 
 
-def check_family(config: TrainConfig, adapter: PipelineAdapter) -> None:
-    """Raise ``ConfigError`` for what this family does not take, or would take without effect."""
+def check_family(
+    name: str,
+    denoisers: Sequence[str],
+    rollout: RolloutConfig,
+    evaluation: EvalConfig,
+    adapter: PipelineAdapter,
+) -> None:
+    """Raise ``ConfigError`` for what this family does not take, or would take without effect.
+
+    ``name`` is the pipeline's, and ``denoisers`` those that are to be trained, if they are named.
+    """
     if isinstance(adapter, GenericAdapter):
         raise ConfigError(
             f"model.pipeline: this pipeline class has no adapter, so it cannot be trained; got "
-            f"{config.model.pipeline!r}; add one to miles_rollout/pipelines"
+            f"{name!r}; add one to miles_rollout/pipelines"
         )
-    for name in config.model.denoisers or ():
-        if name not in adapter.denoisers:
+    for denoiser in denoisers:
+        if denoiser not in adapter.denoisers:
             raise ConfigError(
-                f"model.denoisers: this pipeline has no such denoiser; got {name}; choose among "
+                f"model.denoisers: this pipeline has no such denoiser; got {denoiser}; choose among "
                 f"{', '.join(adapter.denoisers)}"
             )
-    rollout = config.rollout
     _check_arguments(rollout, adapter)
     for where, points in (
         ("rollout", rollout.num_inference_steps),
-        ("eval", config.eval.num_inference_steps),
+        ("eval", evaluation.num_inference_steps),
     ):
         try:
             adapter.check_sampling(rollout.arguments(points))
@@ -72,7 +78,7 @@ def check_family(config: TrainConfig, adapter: PipelineAdapter) -> None:
     _check_streams(rollout, adapter)
 
 
-def check_request(config: TrainConfig, engine: RolloutEngine) -> None:
+def check_request(rollout: RolloutConfig, evaluation: EvalConfig, engine: RolloutEngine) -> None:
     """What only a loaded pipeline can refuse, such as a size, before a prompt is encoded."""
     pipe, adapter = engine.pipe, engine.adapter
     declared = inspect.signature(type(pipe).__call__).parameters
@@ -80,11 +86,11 @@ def check_request(config: TrainConfig, engine: RolloutEngine) -> None:
     call = {"prompt": ["a prompt"], "generator": torch.Generator()}
     base = {**defaults, **adapter.fixed, **call}
     for key, points in (
-        ("rollout", config.rollout.num_inference_steps),
-        ("eval", config.eval.num_inference_steps),
+        ("rollout", rollout.num_inference_steps),
+        ("eval", evaluation.num_inference_steps),
     ):
         try:
-            adapter.check_request(pipe, base | config.rollout.arguments(points))
+            adapter.check_request(pipe, base | rollout.arguments(points))
         except ValueError as error:
             raise ConfigError(f"{key}: {str(error).removeprefix('rollout: ')}") from error
 
@@ -119,19 +125,20 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
                 "set it null",
             )
         return
-    scale = rollout.arguments().get(argument)
-    if scale is None and argument in adapter.sampling and rollout.negative_prompt is not None:
-        scale = 1.0
-    if scale is None:
-        return
-    if scale <= 1 and rollout.negative_prompt is not None:
+    given = rollout.arguments()
+    scale = max(given.get(n, adapter.scale_off) for n in (argument, *adapter.more_scale_arguments))
+    if scale <= adapter.scale_off and rollout.negative_prompt is not None:
         _refuse(
             "negative_prompt",
             f"has no effect at {argument} {scale}",
             repr(rollout.negative_prompt),
-            f"set {argument} above 1 or negative_prompt null",
+            f"set {argument} above {adapter.scale_off:g} or negative_prompt null",
         )
-    if scale > 1 and rollout.negative_prompt is None and adapter.implied_negative is None:
+    if (
+        scale > adapter.scale_off
+        and rollout.negative_prompt is None
+        and adapter.implied_negative is None
+    ):
         _refuse(
             argument,
             "has no effect without a negative prompt",

@@ -111,8 +111,8 @@ class RolloutConfig:
                 f"true_cfg_scale {self.true_cfg_scale} has no effect without a negative prompt; "
                 'set negative_prompt " " or true_cfg_scale 1'
             )
-        scale = max(self.true_cfg_scale, self.guidance_scale or 0)
-        if scale <= 1 and self.negative_prompt is not None:
+        elsewhere = self.guidance_scale is not None or any("scale" in n for n in self.sampling)
+        if self.true_cfg_scale == 1 and not elsewhere and self.negative_prompt is not None:
             raise ValueError(
                 f"negative_prompt has no effect at true_cfg_scale {self.true_cfg_scale}; set "
                 "true_cfg_scale (or guidance_scale, where guidance goes by that) above 1 or "

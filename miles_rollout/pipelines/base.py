@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miles_rollout.conditions import DenoiserCall
 from miles_rollout.media import Media
+from miles_rollout.pipelines.latent_sizes import elements_by_vae
 
 Encoding = Mapping[str, Any]
 """What one prompt and its inputs become, without a batch axis: [tokens, channels] and the like."""
@@ -81,6 +82,19 @@ class PipelineAdapter(ABC):
     def num_steps(self, num_inference_steps: int) -> int:
         """T, the denoiser evaluations that ``num_inference_steps`` asks for."""
         return num_inference_steps
+
+    def latent_elements(
+        self, components: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> dict[str, int] | None:
+        """Stream -> latent elements of one sample, where modules without weights tell; else None.
+
+        ``components`` are the pipeline's modules, perhaps on the meta device, and ``sampling`` the
+        arguments of the call with the pipeline's defaults.
+        """
+        if len(self.streams) > 1 or "vae" not in components:
+            return None
+        elements = elements_by_vae(components["vae"], sampling)
+        return None if elements is None else {self.streams[0]: elements}
 
     def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse a request with a stochastic step, of a pipeline whose steps have no density.

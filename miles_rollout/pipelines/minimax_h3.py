@@ -24,6 +24,7 @@ from miles_rollout.pipelines.minimax_h3_request import (
     check_points,
     check_request,
     check_sizes,
+    latent_elements,
     resolve_request,
 )
 
@@ -61,6 +62,12 @@ class MiniMaxH3Adapter(PipelineAdapter):
     def num_steps(self, num_inference_steps: int) -> int:
         """One less than the grid points, of which the last is clean."""
         return num_inference_steps - 1
+
+    def latent_elements(
+        self, components: Mapping[str, Any], sampling: Mapping[str, Any]
+    ) -> dict[str, int] | None:
+        """Of both streams, on the VAE's grid."""
+        return latent_elements(components, sampling)
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With the frame count on the VAE's grid, and the canvas of a text without a size."""

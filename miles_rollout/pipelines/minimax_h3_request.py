@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusers.modular_pipelines.minimax_h3.modular_pipeline import (
+    MINIMAX_H3_AUDIO_CHANNELS,
     align_num_frames,
+    audio_latent_num_frames,
     resolve_canvas_size,
+    video_latent_num_frames,
 )
 
 from miles_rollout.pipelines.minimax_h3_blocks import REFERENCES, TEXT, inputs_of, workflow_of
@@ -71,6 +74,25 @@ def resolve_request(pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         request.get("num_frames") or 124, pipe.vae_frames_per_chunk, pipe.vae_latents_per_chunk
     )
     return {**request, "height": height, "width": width, "num_frames": frames}
+
+
+def latent_elements(
+    components: Mapping[str, Any], sampling: Mapping[str, Any]
+) -> dict[str, int] | None:
+    """Stream -> latent elements of one sample; None without a size."""
+    vae, audio_vae = components["vae"], components["audio_vae"]
+    height, width = sampling.get("height"), sampling.get("width")
+    if height is None or width is None:
+        return None
+    chunk, latents = vae.config.clip_length, vae.tokens_chunk_size
+    frames = align_num_frames(sampling.get("num_frames") or 124, chunk, latents)
+    ratio = vae.spatial_compression_ratio
+    area = (height // ratio) * (width // ratio) * vae.config.latent_channels
+    channels = MINIMAX_H3_AUDIO_CHANNELS * audio_vae.config.latent_channels
+    return {
+        "video": video_latent_num_frames(frames, chunk, latents) * area,
+        "audio": audio_latent_num_frames(frames) * channels,
+    }
 
 
 def _canvas(pipe: Any, request: Mapping[str, Any]) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def test_the_released_model_is_measured_without_loading_it() -> None:
     config = load(TrainConfig, [path], [f"data.{k}={ROOT / v}" for k, v in _files().items()])
     text = describe(config, read_inputs(config))
     assert "denoiser 20430.4 M parameters, 38.1 GiB (sizes of the released Qwen-Image)" in text
-    assert "65536 elements each" in text
+    assert "512.0 MiB (65536 image elements each)" in text
     assert "rollout 10240 = 512 x 10 steps x 2 (guidance)" in text
     assert "2 updates of 256 samples x 2 trained steps" in text
 
@@ -72,3 +72,21 @@ def _files() -> dict[str, str]:
         "train": "configs/prompts/general_train.txt",
         "eval": "configs/prompts/general_eval.txt",
     }
+
+
+def test_the_released_h3_is_measured_in_both_streams_and_in_host_memory() -> None:
+    path = ROOT / "configs/minimax_h3/t2va_video_only.yaml"
+    config = load(TrainConfig, [path], [f"data.{k}={ROOT / v}" for k, v in _files().items()])
+    text = describe(config, read_inputs(config))
+    # Of the two partitions that the release holds only that of the workflow is loaded.
+    assert "denoiser 33123.0 M parameters, 61.7 GiB (sizes of the released MiniMax-H3)" in text
+    # 37 latent frames of 48 x 84 positions and 24 channels; 207 latents of 2 x 32 channels.
+    assert f"({37 * 48 * 84 * 24} video, {207 * 2 * 32} audio elements each)" in text
+    assert "rollout 160 = 16 x 10 steps x 1" in text
+    assert f"decoded videos of an iteration {16 * 124 * 3 * 768 * 1344 * 4 / 2**30:.1f} GiB" in text
+
+
+def test_what_is_not_known_is_said() -> None:
+    text = _described("model.pipeline=someone/else")
+    assert "not known: 'someone/else' is no folder here" in text
+    assert "rollout 32 = 8 x 4 steps x 1" in text

@@ -1,0 +1,28 @@
+"""How large latents are, from the modules that make them; weights are not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def elements_by_vae(vae: nn.Module, sampling: Mapping[str, Any]) -> int | None:
+    """The latent elements of one sample, by the VAE's own encoder on an empty picture or video.
+
+    Packing moves them and adds none. The module may be on the meta device, where this costs nothing.
+    None for a request without a size.
+    """
+    height, width = sampling.get("height"), sampling.get("width")
+    if height is None or width is None:
+        return None
+    is_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    frames = (sampling.get("num_frames") or 1,) if is_video else ()
+    weight = next(vae.parameters())
+    shape = (1, 3, *frames, height, width)
+    pixels = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
+    encoder: Any = vae
+    with torch.no_grad():
+        return encoder.encode(pixels).latent_dist.mode().numel()

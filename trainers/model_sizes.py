@@ -1,0 +1,150 @@
+"""How large a model and its latents are, without reading a weight where that can be."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import diffusers
+import torch
+from diffusers import ModularPipeline
+from torch import nn
+
+from miles_rollout import RolloutEngine
+from miles_rollout.families import class_name_of
+from miles_rollout.loading import TINY_PIPELINES, load_pipeline
+from miles_rollout.pipelines import PipelineAdapter, adapter_for_class
+from trainers.config import TrainConfig
+from trainers.evaluation import DETERMINISTIC
+
+_RELEASED_SIZES = ("FluxPipeline", "MiniMaxH3ModularPipeline", "QwenImagePipeline")
+"""Families whose classes have the released model's sizes as their defaults."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes:
+    """What is known of a model before a run."""
+
+    denoisers: Mapping[str, nn.Module]
+    """Those that are trained, perhaps without storage."""
+    latents: Mapping[str, int] | None
+    """Stream -> latent elements of one sample; None: not known."""
+    branches: int
+    """Samples that pass through the denoiser for one step of one sample: more than 1 with guidance."""
+    source: str
+    """Where this is from."""
+
+
+def measure(config: TrainConfig) -> ModelSizes | None:
+    """The sizes of the configured model; None where only its files tell, which are not here."""
+    name = config.model.pipeline
+    if name in TINY_PIPELINES:
+        return _of_tiny(config)
+    class_name = class_name_of(name)
+    pipe_class = getattr(diffusers, class_name or "", None)
+    if class_name is None or pipe_class is None:
+        return None
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and class_name not in _RELEASED_SIZES:
+        return None
+    adapter = adapter_for_class(pipe_class)
+    modules = _empty_modules(pipe_class, folder if folder.is_dir() else None)
+    if config.model.workflow is not None and issubclass(pipe_class, ModularPipeline):
+        blocks = pipe_class().blocks.get_workflow(config.model.workflow)
+        used = {spec.name for spec in blocks.expected_components}
+        modules = {component: module for component, module in modules.items() if component in used}
+    request = _defaults(pipe_class) | config.rollout.arguments()
+    return ModelSizes(
+        denoisers=_trained(config, modules, adapter),
+        latents=adapter.latent_elements(modules, request),
+        branches=_branches(config, adapter, request),
+        source=str(folder) if folder.is_dir() else f"sizes of the released {folder.name}",
+    )
+
+
+def _of_tiny(config: TrainConfig) -> ModelSizes:
+    """It is here, so its latents are measured, by one sample of two steps."""
+    name, rollout = config.model.pipeline, config.rollout
+    pipe = load_pipeline(name)
+    engine = RolloutEngine(pipe)
+    adapter = engine.adapter
+    (batch,) = engine.generate(
+        ["a prompt"],
+        1,
+        DETERMINISTIC,
+        seed=0,
+        decode=False,
+        negative_prompt=rollout.negative_prompt,
+        **rollout.arguments(2),
+    )
+    streams = batch.trajectory.streams.items()
+    return ModelSizes(
+        denoisers=_trained(config, pipe.components, adapter),
+        latents={stream: int(held.num_elements[0]) for stream, held in streams},
+        branches=_branches_of(adapter, batch.trajectory.guidance),
+        source=name,
+    )
+
+
+def _trained(
+    config: TrainConfig, modules: Mapping[str, Any], adapter: PipelineAdapter
+) -> dict[str, nn.Module]:
+    wanted = config.model.denoisers or adapter.denoisers
+    return {n: m for n in wanted if isinstance(m := modules.get(n), nn.Module)}
+
+
+def _branches(config: TrainConfig, adapter: PipelineAdapter, request: Mapping[str, Any]) -> int:
+    rollout, argument = config.rollout, adapter.scale_argument
+    given = {**request, "negative_prompt": rollout.negative_prompt}
+    scale = rollout.arguments().get(argument or "", 1.0)
+    if rollout.negative_prompt is None and (adapter.implied_negative is None or scale <= 1):
+        given[argument or ""] = 1.0  # the engine never guides by a pipeline's default alone
+    return _branches_of(adapter, adapter.guidance(given))
+
+
+def _branches_of(adapter: PipelineAdapter, guidance: Mapping[str, float | bool]) -> int:
+    calls = adapter.calls_per_step(guidance) or 1
+    return calls * max(adapter.blocks(guidance).values(), default=1)
+
+
+def _empty_modules(pipe_class: Any, folder: Path | None) -> dict[str, nn.Module]:
+    """Denoisers and VAEs of diffusers on the meta device: from a folder's files, else as declared."""
+    modules: dict[str, nn.Module] = {}
+    for name, kind in _component_classes(pipe_class, folder).items():
+        if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+            continue
+        path = None if folder is None else folder / name / "config.json"
+        if path is not None and not path.is_file():
+            continue
+        with (
+            torch.device("meta"),
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", FutureWarning)  # diffusers' use of old weight_norm
+            loader: Any = kind
+            built = loader() if path is None else loader.from_config(loader.load_config(path))
+        modules[name] = built
+    return modules
+
+
+def _component_classes(pipe_class: Any, folder: Path | None) -> dict[str, Any]:
+    if folder is None:
+        if issubclass(pipe_class, ModularPipeline):
+            return {n: spec.type_hint for n, spec in pipe_class()._component_specs.items()}
+        hints = get_type_hints(pipe_class.__init__)
+        return {n: next(iter(get_args(hint)), hint) for n, hint in hints.items()}
+    indices = [folder / f"{kind}model_index.json" for kind in ("", "modular_")]
+    tree = json.loads(next(path for path in indices if path.is_file()).read_text())
+    entries = {n: entry for n, entry in tree.items() if isinstance(entry, list)}
+    return {n: getattr(diffusers, entry[1] or "", None) for n, entry in entries.items()}
+
+
+def _defaults(pipe_class: Any) -> dict[str, Any]:
+    declared = inspect.signature(pipe_class.__call__).parameters
+    return {n: p.default for n, p in declared.items() if p.default is not p.empty}
