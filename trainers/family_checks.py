@@ -121,22 +121,23 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
         return
     scale = rollout.arguments().get(argument)
     if scale is None and argument in adapter.sampling and rollout.negative_prompt is not None:
-        scale = 1.0
+        scale = adapter.scale_off
     if scale is None:
         return
-    if scale <= 1 and rollout.negative_prompt is not None:
+    off = adapter.scale_off
+    if scale <= off and rollout.negative_prompt is not None:
         _refuse(
             "negative_prompt",
             f"has no effect at {argument} {scale}",
             repr(rollout.negative_prompt),
-            f"set {argument} above 1 or negative_prompt null",
+            f"set {argument} above {off:g} or negative_prompt null",
         )
-    if scale > 1 and rollout.negative_prompt is None and adapter.implied_negative is None:
+    if scale > off and rollout.negative_prompt is None and adapter.implied_negative is None:
         _refuse(
             argument,
             "has no effect without a negative prompt",
             scale,
-            f'set negative_prompt " " or {argument} 1',
+            f'set negative_prompt " " or {argument} {off:g}',
         )
 
 

@@ -47,7 +47,8 @@ class RolloutConfig:
     """Of a video (null: the pipeline's default)."""
     guidance_scale: float | None = None
     """The pipeline's argument of that name (null: not given). Where its guidance goes by it, above 1
-    means guidance, with an empty negative prompt if there is none and the family knows one."""
+    (Z-Image: 0) means guidance, with an empty negative prompt if there is none and the family knows
+    one."""
     true_cfg_scale: float = 1.0
     """Above 1: guidance, at twice the denoiser calls; needs ``negative_prompt``."""
     negative_prompt: str | None = None
@@ -111,8 +112,9 @@ class RolloutConfig:
                 f"true_cfg_scale {self.true_cfg_scale} has no effect without a negative prompt; "
                 'set negative_prompt " " or true_cfg_scale 1'
             )
-        scale = max(self.true_cfg_scale, self.guidance_scale or 0)
-        if scale <= 1 and self.negative_prompt is not None:
+        # From which scale on guidance_scale guides is the family's: it is checked with the adapter.
+        guides = self.true_cfg_scale > 1 or (self.guidance_scale or 0) > 0
+        if not guides and self.negative_prompt is not None:
             raise ValueError(
                 f"negative_prompt has no effect at true_cfg_scale {self.true_cfg_scale}; set "
                 "true_cfg_scale (or guidance_scale, where guidance goes by that) above 1 or "

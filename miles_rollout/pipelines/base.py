@@ -82,12 +82,11 @@ class PipelineAdapter(ABC):
         """T, the denoiser evaluations that ``num_inference_steps`` asks for."""
         return num_inference_steps
 
-    def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
+    def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:  # noqa: B027
         """Refuse a request with a stochastic step, of a pipeline whose steps have no density.
 
         Asked once a schedule with such a step is known, before the denoiser runs.
         """
-        return None
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the pipeline will take them, where it fills in or rounds some."""

@@ -30,10 +30,13 @@ def check_sides(request: Mapping[str, Any], multiple: int) -> None:
             )
 
 
-def check_frames(request: Mapping[str, Any], compression: int) -> None:
-    """Refuse a number of frames that the pipeline would round: one, and then whole groups."""
-    frames = request["num_frames"]
-    if frames < 1 or (frames - 1) % compression:
+def check_frames(request: Mapping[str, Any], compression: int = 4) -> None:
+    """Refuse a number of frames that the pipeline would round: one, and then whole groups.
+
+    The released VAEs of Wan and HunyuanVideo compress four frames into one.
+    """
+    frames = request.get("num_frames")
+    if frames is not None and (frames < 1 or (frames - 1) % compression):
         refuse(
             f"num_frames must be {compression} n + 1, or the pipeline rounds it",
             frames,

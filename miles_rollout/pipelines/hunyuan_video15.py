@@ -78,6 +78,10 @@ class HunyuanVideo15Adapter(PipelineAdapter):
                 stacklevel=2,
             )
 
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse frames that every pipeline of the family would round."""
+        check_frames(sampling)
+
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With what the guider adds to the call's arguments."""
         return {**request, **settings(pipe.guider)}

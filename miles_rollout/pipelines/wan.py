@@ -67,6 +67,10 @@ class WanAdapter(PipelineAdapter):
                 stacklevel=2,
             )
 
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse frames that every pipeline of the family would round."""
+        check_frames(sampling)
+
     def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the models that give every token a timestep of its own."""
         if pipe.config.expand_timesteps:
