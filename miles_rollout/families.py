@@ -11,12 +11,18 @@ from miles_rollout.loading import TINY_PIPELINES
 from miles_rollout.pipelines import ADAPTERS, PipelineAdapter, adapter_for_class, adapter_named
 
 RELEASED: dict[str, str] = {
+    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "SanaPipeline",
     "MiniMaxAI/MiniMax-H3": "MiniMaxH3ModularPipeline",
     "Qwen/Qwen-Image": "QwenImagePipeline",
     "Qwen/Qwen-Image-2.1": "QwenImage21Pipeline",
     "Qwen/Qwen-Image-Edit-2509": "QwenImageEditPlusPipeline",
+    "Tongyi-MAI/Z-Image-Turbo": "ZImagePipeline",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "WanPipeline",
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "WanPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
     "black-forest-labs/FLUX.2-klein-base-9B": "Flux2KleinPipeline",
+    "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v": "HunyuanVideo15Pipeline",
     "nvidia/Cosmos3-Nano": "Cosmos3OmniPipeline",
     "stabilityai/stable-diffusion-3-medium-diffusers": "StableDiffusion3Pipeline",
     "stabilityai/stable-diffusion-3.5-large": "StableDiffusion3Pipeline",

@@ -18,6 +18,8 @@ PROGRAMS = (
     "miles_rollout/check.py",
     "miles_rollout/testing/pretrain_qwen_image.py",
     "trainers/config_docs.py",
+    "trainers/rewards/score.py",
+    "trainers/rewards/serve.py",
 )
 
 BANNED = {

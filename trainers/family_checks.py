@@ -126,24 +126,23 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
             )
         return
     given = rollout.arguments()
-    scale = max(given.get(n, adapter.scale_off) for n in (argument, *adapter.more_scale_arguments))
-    if scale <= adapter.scale_off and rollout.negative_prompt is not None:
+    if argument not in adapter.sampling and argument not in given:
+        return  # guided by a component of the pipeline
+    off = adapter.scale_off
+    scale = max(given.get(n, off) for n in (argument, *adapter.more_scale_arguments))
+    if scale <= off and rollout.negative_prompt is not None:
         _refuse(
             "negative_prompt",
             f"has no effect at {argument} {scale}",
             repr(rollout.negative_prompt),
-            f"set {argument} above {adapter.scale_off:g} or negative_prompt null",
+            f"set {argument} above {off:g} or negative_prompt null",
         )
-    if (
-        scale > adapter.scale_off
-        and rollout.negative_prompt is None
-        and adapter.implied_negative is None
-    ):
+    if scale > off and rollout.negative_prompt is None and adapter.implied_negative is None:
         _refuse(
             argument,
             "has no effect without a negative prompt",
             scale,
-            f'set negative_prompt " " or {argument} 1',
+            f'set negative_prompt " " or {argument} {off:g}',
         )
 
 

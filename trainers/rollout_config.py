@@ -47,7 +47,8 @@ class RolloutConfig:
     """Of a video (null: the pipeline's default)."""
     guidance_scale: float | None = None
     """The pipeline's argument of that name (null: not given). Where its guidance goes by it, above 1
-    means guidance, with an empty negative prompt if there is none and the family knows one."""
+    (Z-Image: 0) means guidance, with an empty negative prompt if there is none and the family knows
+    one."""
     true_cfg_scale: float = 1.0
     """Above 1: guidance, at twice the denoiser calls; needs ``negative_prompt``."""
     negative_prompt: str | None = None

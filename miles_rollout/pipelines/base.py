@@ -96,12 +96,11 @@ class PipelineAdapter(ABC):
         elements = elements_by_vae(components["vae"], sampling)
         return None if elements is None else {self.streams[0]: elements}
 
-    def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
+    def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:  # noqa: B027
         """Refuse a request with a stochastic step, of a pipeline whose steps have no density.
 
         Asked once a schedule with such a step is known, before the denoiser runs.
         """
-        return None
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments as the pipeline will take them, where it fills in or rounds some."""

@@ -14,40 +14,43 @@ from miles_rollout.pipelines.base import Encoding
 
 
 def refuse(problem: str, value: object, advice: str) -> NoReturn:
-    """Raise ``RolloutParamsError``: "rollout: problem; got value; advice"."""
-    raise RolloutParamsError(f"rollout: {problem}; got {value}; {advice}")
+    """Raise ``RolloutParamsError``: "rollout: problem; got value; set advice"."""
+    raise RolloutParamsError(f"rollout: {problem}; got {value}; set {advice}")
 
 
-def check_sides(request: Mapping[str, Any], multiple: int) -> None:
-    """Refuse a height or a width that the pipeline would round."""
-    for side in ("height", "width"):
-        value = request.get(side)
+def check_sizes(request: Mapping[str, Any], multiple: int, *names: str) -> None:
+    """Refuse a side that the pipeline would round. Raises ``RolloutParamsError``."""
+    for name in names:
+        value = request.get(name)
         if value is not None and value % multiple:
             refuse(
-                f"{side} must be divisible by {multiple}, or the pipeline rounds it",
+                f"{name} must be divisible by {multiple}, or the pipeline rounds it",
                 value,
-                f"set {side} to a multiple of {multiple}",
+                f"{name} to a multiple of {multiple}",
             )
 
 
-def check_frames(request: Mapping[str, Any], compression: int) -> None:
-    """Refuse a number of frames that the pipeline would round: one, and then whole groups."""
-    frames = request["num_frames"]
-    if frames < 1 or (frames - 1) % compression:
+def check_frames(request: Mapping[str, Any], compression: int = 4) -> None:
+    """Refuse a number of frames that the pipeline would round: one, and then whole groups.
+
+    The released VAEs of Wan and HunyuanVideo compress four frames into one.
+    """
+    frames = request.get("num_frames")
+    if frames is not None and (frames < 1 or (frames - 1) % compression):
         refuse(
             f"num_frames must be {compression} n + 1, or the pipeline rounds it",
             frames,
-            f"set num_frames to a multiple of {compression}, plus 1",
+            f"num_frames to a multiple of {compression}, plus 1",
         )
 
 
-def check_not_expanded(request: Mapping[str, Any], argument: str) -> None:
+def check_not_expanded(request: Mapping[str, Any], argument: str = "num_images_per_prompt") -> None:
     """Refuse the pipeline's own expansion of prompts: rows have a seed each."""
     if request.get(argument, 1) != 1:
         refuse(
             "prompts are expanded by the caller, one seed a row",
             f"{argument} {request[argument]}",
-            "repeat the prompt in the list instead",
+            "it to 1 and repeat the prompt in the list instead",
         )
 
 

@@ -11,7 +11,7 @@ from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
     check_not_expanded,
-    check_sides,
+    check_sizes,
     decode_images,
     guide,
     refuse,
@@ -53,14 +53,14 @@ class FluxAdapter(PipelineAdapter):
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and what replay does not cover."""
-        check_sides(request, pipe.vae_scale_factor * 2)
-        check_not_expanded(request, "num_images_per_prompt")
+        check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
+        check_not_expanded(request)
         for name, value in request.items():
             if "ip_adapter_image" in name and value is not None:
                 refuse(
                     "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
                     name,
-                    "leave it out",
+                    "it to None",
                 )
 
     def num_rows(

@@ -11,12 +11,8 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.two_calls import (
-    TwoCallAdapter,
-    check_not_expanded,
-    check_sizes,
-    refuse,
-)
+from miles_rollout.pipelines.common import check_not_expanded, check_sizes, refuse
+from miles_rollout.pipelines.two_calls import TwoCallAdapter
 
 _DEFAULT_SCALE = 4.0
 

@@ -14,7 +14,7 @@ from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapte
 from miles_rollout.pipelines.common import (
     check_frames,
     check_not_expanded,
-    check_sides,
+    check_sizes,
     is_guided,
     refuse,
     stack,
@@ -66,7 +66,8 @@ class HunyuanVideo15Adapter(PipelineAdapter):
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse rounded sizes, expanded prompts, and guiders that are not plain CFG throughout."""
-        check_sides(request, pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size)
+        multiple = pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size
+        check_sizes(request, multiple, "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)
         check_not_expanded(request, "num_videos_per_prompt")
         check_guider(pipe.guider)
@@ -77,6 +78,10 @@ class HunyuanVideo15Adapter(PipelineAdapter):
                 f"{pipe.guider.guidance_scale}, enabled {pipe.guider._enabled}; set pipe.guider",
                 stacklevel=2,
             )
+
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse frames that every pipeline of the family would round."""
+        check_frames(sampling)
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With what the guider adds to the call's arguments."""
@@ -116,7 +121,7 @@ class HunyuanVideo15Adapter(PipelineAdapter):
             refuse(
                 "the length is the pipeline's",
                 f"max_sequence_length={max_sequence_length}",
-                "set pipe.tokenizer_max_length instead",
+                "pipe.tokenizer_max_length instead",
             )
         found = pipe.encode_prompt(prompt=prompt, dtype=pipe.transformer.dtype)
         return {name: tensor[0] for name, tensor in zip(_EMBEDS, found, strict=True)}

@@ -20,14 +20,14 @@ def check_guider(guider: Any) -> None:
         refuse(
             "replay knows how one kind of guider combines its calls",
             f"a {type(guider).__name__}",
-            "set pipe.guider to a ClassifierFreeGuidance",
+            "pipe.guider to a ClassifierFreeGuidance",
         )
     if (guider._start, guider._stop) != (0, 1):
         # In diffusers 0.42 the next call would not encode the negative prompt any more.
         refuse(
             "guidance covers all steps",
             f"a guider from {guider._start} to {guider._stop}",
-            "set its start=0 and stop=1",
+            "its start=0 and stop=1",
         )
 
 

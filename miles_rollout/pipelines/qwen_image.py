@@ -11,7 +11,8 @@ from torch import Tensor
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.two_calls import TwoCallAdapter, check_sizes, pad, true_cfg
+from miles_rollout.pipelines.common import check_sizes
+from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
 
 @final

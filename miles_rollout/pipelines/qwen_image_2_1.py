@@ -15,14 +15,8 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.two_calls import (
-    TwoCallAdapter,
-    check_not_expanded,
-    check_sizes,
-    pad,
-    refuse,
-    true_cfg,
-)
+from miles_rollout.pipelines.common import check_not_expanded, check_sizes, refuse
+from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
 
 @final

@@ -50,7 +50,7 @@ class SanaAdapter(PipelineAdapter):
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the pipeline's own expansion of prompts; it checks sizes itself."""
-        check_not_expanded(request, "num_images_per_prompt")
+        check_not_expanded(request)
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

@@ -57,15 +57,15 @@ class SD3Adapter(PipelineAdapter):
                 "skip-layer guidance adds denoiser calls to some steps only, which replay does not "
                 "combine",
                 f"skip_guidance_layers {request['skip_guidance_layers']}",
-                "leave it out",
+                "it to None",
             )
-        check_not_expanded(request, "num_images_per_prompt")
+        check_not_expanded(request)
         for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
             if request.get(name) is not None:
                 refuse(
                     "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
                     name,
-                    "leave it out",
+                    "it to None",
                 )
 
     def num_rows(

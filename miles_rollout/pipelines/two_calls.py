@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from miles_rollout.errors import RolloutParamsError
 from miles_rollout.pipelines.base import Encoding, PipelineAdapter
 
 
@@ -45,29 +44,3 @@ def pad(encodings: Sequence[Encoding]) -> tuple[Tensor, Tensor]:
     rows = [encoding["embeds"] for encoding in encodings]
     mask = [torch.ones(len(row), dtype=torch.long, device=row.device) for row in rows]
     return pad_sequence(rows, batch_first=True), pad_sequence(mask, batch_first=True)
-
-
-def check_sizes(request: Mapping[str, Any], multiple: int, *names: str) -> None:
-    """Refuse a side that the pipeline would round. Raises ``RolloutParamsError``."""
-    for name in names:
-        if request.get(name) is not None and request[name] % multiple:
-            refuse(
-                f"{name} must be divisible by {multiple}, or the pipeline rounds it",
-                request[name],
-                f"{name} to a multiple of {multiple}",
-            )
-
-
-def check_not_expanded(request: Mapping[str, Any]) -> None:
-    """Refuse ``num_images_per_prompt``. Raises ``RolloutParamsError``."""
-    if request.get("num_images_per_prompt", 1) != 1:
-        refuse(
-            "prompts are expanded by the caller, one seed a row",
-            f"num_images_per_prompt {request['num_images_per_prompt']}",
-            "it to 1 and repeat the prompt in the list instead",
-        )
-
-
-def refuse(problem: str, value: object, advice: str) -> NoReturn:
-    """Raise ``RolloutParamsError``."""
-    raise RolloutParamsError(f"rollout: {problem}; got {value}; set {advice}")

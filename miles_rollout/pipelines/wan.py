@@ -14,7 +14,7 @@ from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapte
 from miles_rollout.pipelines.common import (
     check_frames,
     check_not_expanded,
-    check_sides,
+    check_sizes,
     classifier_free,
     guide,
     is_guided,
@@ -56,7 +56,7 @@ class WanAdapter(PipelineAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and its own expansion of prompts."""
         patch = (pipe.transformer or pipe.transformer_2).config.patch_size
-        check_sides(request, pipe.vae_scale_factor_spatial * max(patch[1:]))
+        check_sizes(request, pipe.vae_scale_factor_spatial * max(patch[1:]), "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)
         check_not_expanded(request, "num_videos_per_prompt")
         low = request.get("guidance_scale_2")
@@ -67,13 +67,17 @@ class WanAdapter(PipelineAdapter):
                 stacklevel=2,
             )
 
+    def check_sampling(self, sampling: Mapping[str, Any]) -> None:
+        """Refuse frames that every pipeline of the family would round."""
+        check_frames(sampling)
+
     def check_stochastic(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the models that give every token a timestep of its own."""
         if pipe.config.expand_timesteps:
             refuse(
                 "a stochastic step is not defined where every token has a timestep of its own",
                 "a pipeline with expand_timesteps=True",
-                "set sde_step_indices=() for a deterministic rollout",
+                "sde_step_indices=() for a deterministic rollout",
             )
 
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
     check_not_expanded,
-    check_sides,
+    check_sizes,
     decode_images,
     is_guided,
     two_blocks,
@@ -54,8 +54,8 @@ class ZImageAdapter(PipelineAdapter):
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that do not fit, and the pipeline's own expansion of prompts."""
-        check_sides(request, pipe.vae_scale_factor * 2)
-        check_not_expanded(request, "num_images_per_prompt")
+        check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
+        check_not_expanded(request)
         found = self.guidance(request)
         for name, off in (("cfg_normalization", 0.0), ("cfg_truncation", 1.0)):
             if not is_guided(found) and found[name] != off:

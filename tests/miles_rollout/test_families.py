@@ -15,7 +15,20 @@ def test_a_tiny_pipelines_adapter_is_found_by_its_name(name):
     assert found is None or type(found) is type(adapter_for(load_pipeline(name)))
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen-image", "tiny-sd3", "tiny-flux", "tiny-minimax-h3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-qwen-image",
+        "tiny-sd3",
+        "tiny-flux",
+        "tiny-minimax-h3",
+        "tiny-wan",
+        "tiny-wan2-2",
+        "tiny-z-image",
+        "tiny-sana",
+        "tiny-hunyuan-video-1-5",
+    ],
+)
 def test_these_are_found(name):
     assert find_adapter(name) is not None
 

@@ -168,7 +168,9 @@ def test_references_that_do_not_fit_are_refused_before_a_model_runs(image, messa
 def test_the_form_with_a_cache_is_refused_by_name():
     load(NAME)  # a skip where diffusers is too old
     pipe = diffusers.Flux2KleinKVPipeline(**load_pipeline(NAME).components)
-    message = "pipeline: .* a cache of the references .* got Flux2KleinKVPipeline; set another pipeline"
+    message = (
+        "pipeline: .* a cache of the references .* got Flux2KleinKVPipeline; set another pipeline"
+    )
     with Calls(pipe.transformer, pipe.text_encoder) as calls:
         with pytest.raises(RolloutParamsError, match=message), rollout(pipe, ODE, SEEDS):
             pipe(prompt=PROMPTS, generator=generators(), **SIZE)

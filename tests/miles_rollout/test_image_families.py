@@ -17,9 +17,9 @@ SIZE = {"num_inference_steps": 4, **MODELS["tiny-sd3"].size}
 @pytest.mark.parametrize(
     ("model", "kwargs", "message"),
     [
-        ("tiny-sd3", {"skip_guidance_layers": [0]}, r"skip_guidance_layers \[0\]; leave it out"),
-        ("tiny-sd3", {"ip_adapter_image": "x"}, "got ip_adapter_image; leave it out"),
-        ("tiny-flux", {"ip_adapter_image": "x"}, "got ip_adapter_image; leave it out"),
+        ("tiny-sd3", {"skip_guidance_layers": [0]}, r"skip_guidance_layers \[0\]; set it to None"),
+        ("tiny-sd3", {"ip_adapter_image": "x"}, "got ip_adapter_image; set it to None"),
+        ("tiny-flux", {"ip_adapter_image": "x"}, "got ip_adapter_image; set it to None"),
         ("tiny-flux", {"height": 36}, "height must be divisible by 8, .* got 36"),
     ],
 )

@@ -45,7 +45,7 @@ def test_the_loop_of_a_subclass_is_the_one_that_runs(name):
         ("tiny-wan", {"num_frames": 6}, r"num_frames must be 4 n \+ 1, .* got 6; set num_frames"),
         ("tiny-wan", {"num_frames": -3}, r"num_frames must be 4 n \+ 1, .* got -3"),
         ("tiny-z-image", {"width": 36}, "width must be divisible by 8, .* got 36; set width to"),
-        ("tiny-z-image", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; repeat the"),
+        ("tiny-z-image", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; set it to 1"),
         ("tiny-hunyuan-video-1-5", {"height": 40}, "height must be divisible by 16, .* got 40"),
         (
             "tiny-hunyuan-video-1-5",
@@ -55,10 +55,10 @@ def test_the_loop_of_a_subclass_is_the_one_that_runs(name):
         (
             "tiny-hunyuan-video-1-5",
             {"num_videos_per_prompt": 2},
-            "got num_videos_per_prompt 2; repeat the",
+            "got num_videos_per_prompt 2; set it to 1",
         ),
-        ("tiny-sana", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; repeat the"),
-        ("tiny-wan", {"num_videos_per_prompt": 2}, "got num_videos_per_prompt 2; repeat the"),
+        ("tiny-sana", {"num_images_per_prompt": 2}, "got num_images_per_prompt 2; set it to 1"),
+        ("tiny-wan", {"num_videos_per_prompt": 2}, "got num_videos_per_prompt 2; set it to 1"),
     ],
 )
 def test_what_a_family_cannot_roll_out_is_refused_by_name(name, kwargs, message):

@@ -44,6 +44,16 @@ COSMOS3 = ("model.pipeline=tiny-cosmos3", "rollout.num_frames=5")
             "true_cfg_scale above 1 or negative_prompt null",
         ),
         (
+            (*SD3, "rollout.guidance_scale=0.5", "rollout.negative_prompt=x"),
+            "rollout.negative_prompt: has no effect at guidance_scale 0.5; got 'x'; set "
+            "guidance_scale above 1 or negative_prompt null",
+        ),
+        (
+            ("model.pipeline=tiny-wan", "rollout.num_frames=6"),
+            "rollout: num_frames must be 4 n + 1, or the pipeline rounds it; got 6; set num_frames "
+            "to a multiple of 4, plus 1",
+        ),
+        (
             (*H3, "rollout.guidance_scale=4"),
             "rollout: MiniMax H3 is guidance-distilled, with one conditional call a step; got "
             "guidance_scale=4.0; set guidance_scale=1, or leave it out",
@@ -161,6 +171,9 @@ def test_what_no_family_takes(override: str, message: str) -> None:
             "rollout.true_cfg_scale=2",
             "rollout.negative_prompt=x",
         ),
+        ("model.pipeline=tiny-z-image", "rollout.guidance_scale=0.5", "rollout.negative_prompt=x"),
+        ("model.pipeline=tiny-wan2-2", "rollout.sampling={guidance_scale_2: 4}"),
+        ("model.pipeline=tiny-hunyuan-video-1-5", "rollout.guidance_scale=6"),
         ("rollout.sampling={max_sequence_length: 64}",),
         (*H3, "rollout.guidance_scale=1", "rollout.num_frames=124"),
         (*H3, "rollout.stream_weights={audio: 1}", "rollout.sde_streams=[audio]"),
