@@ -45,15 +45,32 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {len(inputs.train_prompts)} training prompts; evaluation of {evaluated} held-out "
         f"prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
-        f"  rollout {rollout.num_samples * evaluations * branches} = "
-        f"{rollout.num_samples} x {evaluations} steps x {branches}"
-        f"{' (guidance)' if branches > 1 else ''}",
+        _rollout_forwards(config, evaluations, min(steps), branches),
         f"  train {pairs * branches * replays} = {rollout.num_samples} x {len(steps)} steps x "
         f"{branches}{' x 2 (reference for the KL)' if replays == 2 else ''}, with backward",
         "memory",
         *_memory(config, sizes, len(steps), evaluations),
     ]
+    if rollout.share_prefix and sizes is not None and sizes.latents is not None:
+        answers = rollout.num_prompts * min(steps) * branches * sum(sizes.latents.values())
+        lines.append(
+            f"  shared prefix: answers of at most {_size(answers * _STATE_BYTES)} until the last "
+            "chunk of their prompts"
+        )
     return "\n".join(lines)
+
+
+def _rollout_forwards(config: TrainConfig, steps: int, prefix: int, branches: int) -> str:
+    rollout = config.rollout
+    samples = rollout.num_samples
+    guidance = " (guidance)" if branches > 1 else ""
+    if not rollout.share_prefix:
+        return f"  rollout {samples * steps * branches} = {samples} x {steps} steps x {branches}{guidance}"
+    once = rollout.num_prompts * prefix
+    return (
+        f"  rollout {(once + samples * (steps - prefix)) * branches} = ({rollout.num_prompts} prompts "
+        f"x {prefix} shared steps + {samples} x {steps - prefix}) x {branches}{guidance}"
+    )
 
 
 def _memory(config: TrainConfig, sizes: ModelSizes | None, num_steps: int, last: int) -> list[str]:

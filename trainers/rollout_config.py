@@ -70,6 +70,8 @@ class RolloutConfig:
     """The state is the pipeline's rounded sample, or kept in float32."""
     same_noise: bool = False
     """The samples of a group start from one initial noise."""
+    share_prefix: bool = False
+    """Steps before the window are computed once a prompt; needs ``same_noise``."""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "num_inference_steps", "height", "width", "num_frames"):
@@ -85,6 +87,16 @@ class RolloutConfig:
             raise ValueError(
                 f"chunk_size must be in 1..num_prompts * group_size = {self.num_samples}; got "
                 f"{self.chunk_size}"
+            )
+        if self.share_prefix and not self.same_noise:
+            raise ValueError(
+                "share_prefix needs samples that start from one noise; got same_noise false; set "
+                "same_noise true or share_prefix false"
+            )
+        if self.share_prefix and self.chunk_size and self.num_prompts % self.chunk_size:
+            raise ValueError(
+                f"share_prefix needs chunks of the same prompts; got chunk_size {self.chunk_size} "
+                f"for {self.num_prompts} prompts; set a chunk_size that divides num_prompts"
             )
         if self.sde_type == "ode":
             raise ValueError("an ode rollout has no log-prob to train on; set sde_type sde or cps")

@@ -79,6 +79,7 @@ class Rollouts:
             negative_prompt=rollout.negative_prompt,
             chunk_size=rollout.rows,
             same_noise=rollout.same_noise,
+            share_prefix=rollout.share_prefix,
             decode=False,
             **rollout.arguments(),
         )

@@ -151,3 +151,18 @@ def test_only_states_around_stochastic_steps_are_kept() -> None:
     assert params.return_step_indices is not None
     assert sorted(params.sde_step_indices) == [1, 4]
     assert list(params.return_step_indices) == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.share_prefix=true"], "share_prefix needs samples that start from one noise"),
+        (
+            ["rollout.share_prefix=true", "rollout.same_noise=true", "rollout.chunk_size=4"],
+            "share_prefix needs chunks of the same prompts; got chunk_size 4 for 6 prompts",
+        ),
+    ],
+)
+def test_a_prefix_is_shared_only_where_it_can_be(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(TrainConfig, ["configs/qwen_image/tiny_cpu.yaml"], overrides)

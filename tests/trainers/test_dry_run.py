@@ -90,3 +90,22 @@ def test_what_is_not_known_is_said() -> None:
     text = _described("model.pipeline=someone/else")
     assert "not known: 'someone/else' is no folder here" in text
     assert "rollout 32 = 8 x 4 steps x 1" in text
+
+
+def test_a_shared_prefix_is_counted_and_its_memory_told(tmp_path: Path) -> None:
+    overrides = (
+        "rollout.same_noise=true", "rollout.share_prefix=true",
+        "rollout.window={type: fixed, steps: [2]}",
+    )  # fmt: skip
+    text = _described(*overrides)
+    assert "rollout 20 = (2 prompts x 2 shared steps + 8 x 2) x 1" in text
+    trainer = tiny_trainer(tmp_path, *overrides)
+    rows: list[int] = []
+    trainer.engine.pipe.transformer.register_forward_pre_hook(
+        lambda _, __, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    batches = list(trainer.rollouts.chunks(0))
+    assert sum(rows) == 20
+    state = batches[0].trajectory.streams["image"].latents[0, 0]
+    size = 2 * 2 * state.numel() * 4
+    assert f"shared prefix: answers of at most {size / 1024:.1f} KiB" in text
