@@ -35,7 +35,12 @@ BLUR = 0.1  # of the latents that the decoders are trained on, in standard devia
 VIDEO_STEPS, VIDEO_BATCH, VIDEO_LR = 800, 16, 5e-3
 AUDIO_STEPS, AUDIO_BATCH, AUDIO_LR = 800, 12, 5e-3
 AUDIO_LATENTS = 12  # of a training excerpt
-STEPS, BATCH, LR = 2400, 16, 2e-3
+LR = 2e-3
+STAGES = ((2400, 16, 1, 1), (700, 64, 26, 2), (300, 24, 5, 3), (400, 8, 1, 3))
+"""Of the transformer: steps, batch, one in how many audio rows, how crowded near noise level 1.
+
+Among all rows of sound the few of the prompt are hardly seen; among few they are.
+"""
 AVERAGE = 0.995  # decay of the averaged weights, which are the ones that are kept
 POINTS = 8
 
@@ -47,7 +52,9 @@ def main() -> None:
     out: Path = parser.parse_args().out
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    generator, for_video, for_audio = (torch.Generator().manual_seed(seed) for seed in range(3))
+    generator, for_video, for_audio, *later = (
+        torch.Generator().manual_seed(seed) for seed in range(2 + len(STAGES))
+    )
 
     prompts, shown = draw_films(generator)
     video = torch.stack([films.video_latents(film) for film in shown])
@@ -58,7 +65,9 @@ def main() -> None:
     ]
     as_lists = [(mean.tolist(), std.tolist()) for mean, std in statistics]
     pipeline = minimax_h3.build(minimax_h3.PRETRAINED, *as_lists, seed=0, dtype=torch.float32)
-    train_transformer(pipeline, prompts, *normalised(video, audio, statistics), generator)
+    rows = normalised(video, audio, statistics)
+    for stage, draws in zip(STAGES, (generator, *later), strict=True):
+        train_transformer(pipeline, prompts, *rows, draws, *stage)
     train_video_decoder(pipeline, shown, video, statistics[0][1], for_video)
     train_audio_decoder(pipeline, shown, audio, statistics[1][1], for_audio)
     save(pipeline, statistics, out)
@@ -163,13 +172,21 @@ def train_transformer(
     video: Float[Tensor, "films 37 12"],
     audio: Float[Tensor, "films 414 2"],
     generator: torch.Generator,
+    steps: int,
+    batch_size: int,
+    one_in: int,
+    crowded: int,
 ) -> None:
     """Flow matching: from ``(1 - s) * rows + s * noise`` and ``1 - s`` to ``rows - noise``.
 
     A batch shares one pair of noise levels: a step's video and audio levels belong together, and
-    the packed sequence has one timestep a row but not a batch item.
+    the packed sequence has one timestep a row but not a batch item. ``crowded`` above 1 trains
+    more where the noise is strong and the prompt alone tells what is to come.
     """
     layout, embeds = recorded(pipeline)
+    one_frame_in = math.ceil(one_in / 6)
+    layout = thinned(layout, one_frame_in, one_in)
+    video, audio = video[:, ::one_frame_in], audio[:, ::one_in]
     prompt_of = torch.tensor(prompts)
     transformer = pipeline.transformer
     place = 0.0
@@ -177,8 +194,9 @@ def train_transformer(
     def loss_of(batch: Tensor) -> Tensor:
         nonlocal place
         place = (place + (math.sqrt(5) - 1) / 2) % 1  # evenly spread, whatever the number of steps
+        base = place ** (1 / crowded)
         levels = [
-            shift * place / (1 + (shift - 1) * place)
+            shift * base / (1 + (shift - 1) * base)
             for shift in (pipeline.scheduler.shift, pipeline.audio_scheduler.shift)
         ]
         timesteps, indices = MiniMaxH3SetTimestepsStep.build_row_timesteps(
@@ -209,9 +227,9 @@ def train_transformer(
         for kept, now in zip(average, transformer.parameters(), strict=True):
             kept.lerp_(now.detach(), 1 - decay)
 
-    fit("transformer", [transformer], loss_of, LR, STEPS, BATCH, generator, after)
+    fit("transformer", [transformer], loss_of, LR, steps, batch_size, generator, after)
     for kept, now in zip(average, transformer.parameters(), strict=True):
-        now.data.copy_(kept)
+        now.data.copy_(kept.half())  # as it is saved
 
 
 def recorded(pipeline: Any) -> tuple[dict[str, Tensor], Float[Tensor, "prompts tokens features"]]:
@@ -229,6 +247,22 @@ def recorded(pipeline: Any) -> tuple[dict[str, Tensor], Float[Tensor, "prompts t
     names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
     embeds = torch.cat([call["encoder_hidden_states"] for call in calls])
     return {name: calls[0][name] for name in names}, embeds
+
+
+def thinned(layout: dict[str, Tensor], one_frame_in: int, one_in: int) -> dict[str, Tensor]:
+    """The packed sequence with one row in so many of each stream, at their places in time."""
+    parts = {
+        "text_indices": layout["text_indices"],
+        "audio_indices": layout["audio_indices"][::one_in],
+        "video_indices": layout["video_indices"][::one_frame_in],
+    }
+    kept = torch.cat(list(parts.values()))
+    rows = torch.arange(len(kept)).split([len(part) for part in parts.values()])
+    return {
+        "token_tags": layout["token_tags"][kept],
+        "position_ids": layout["position_ids"][kept],
+        **dict(zip(parts, rows, strict=True)),
+    }
 
 
 def fit(
