@@ -110,6 +110,11 @@ def tiny_minimax_h3(
 =======
     The random form depends on ``seed`` alone; the pretrained form ignores it. Call it with
     ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``.
+    In 7 evaluations (``num_inference_steps=8``) the pretrained form reaches a mean
+    ``colour_and_loudness`` of 0.54 on the prompts that it was trained with (video 0.59, audio 0.49;
+    samples of one prompt deviate by 0.15) and 0.46 on held-out ones (0.58 and 0.35); films that
+    only pass through its decoders score 0.99. Its sound has 8 kHz, a quarter of H3's rate.
+
     ``dtype`` is that of the denoiser and the text encoder, but for what the released H3 keeps in
 >>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
     float32; the VAEs stay in float32, which is what their blocks hand them.

@@ -87,7 +87,8 @@ def test_an_excerpt_is_a_part_of_the_tone():
     film = films.Film(color=(0.5, 0.5, 0.5), light=0.0, loudness=(0.0, 1.0), timbre=-0.4)
     whole = films.draw_audio(film, samples=800, sampling_rate=8000)
     part = films.tone(film, torch.arange(200, 500), 800, 8000)
-    assert torch.equal(whole[0, 200:500], part)
+    # A sine's last bit depends on how the processor's vectors divide the tensor.
+    assert torch.allclose(whole[0, 200:500], part, atol=1e-6)
 
 
 def test_the_latents_are_the_film_where_the_latents_lie():
