@@ -1,14 +1,9 @@
 """A MiniMax H3 pipeline of the real classes that fits into a test: video with sound.
 
-<<<<<<< HEAD
 It takes text, key frames or references. A request is one sample: 32 x 32 pixels, at least 124 frames
-(5 s, the shortest that H3 makes). Its audio decoder is narrow, since the real proportions would spend
-nearly all the time there.
-=======
-A request is one sample: 32 x 32 pixels, at least 124 frames (5 s, the shortest that H3 makes). Two
-forms share the code: random weights, for tests of what does not depend on the film; and pretrained
-weights, which show the prompts of ``miles_rollout.testing.films``, for recipes.
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
+(5 s, the shortest that H3 makes). Two forms share the code: random weights, for tests of what does
+not depend on the film; and pretrained weights, which show the prompts of
+``miles_rollout.testing.films``, for recipes.
 """
 
 from __future__ import annotations
@@ -27,11 +22,8 @@ from diffusers import (
     MiniMaxH3Transformer3DModel,
 )
 from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
-<<<<<<< HEAD
-=======
 from safetensors.torch import load_file
 from torch import nn
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from miles_rollout.loading import hide_progress_bars
@@ -102,21 +94,16 @@ def tiny_minimax_h3(
 ) -> Any:
     """A ``MiniMaxH3ModularPipeline`` on the CPU, without a download, in eval mode.
 
-<<<<<<< HEAD
-    Depends on ``seed`` alone and leaves the global generator alone. Call it with
-    ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``,
-    and with ``image``, ``last_image`` or ``references``.
-    ``dtype`` is that of the denoisers and the text encoder, but for what the released H3 keeps in
-=======
     The random form depends on ``seed`` alone; the pretrained form ignores it. Call it with
-    ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``.
+    ``prompt, height=32, width=32, num_frames=124, num_inference_steps, generator, output_type="pt"``,
+    and the random form also with ``image``, ``last_image`` or ``references``.
+
     In 7 evaluations (``num_inference_steps=8``) the pretrained form reaches a mean
     ``colour_and_loudness`` of 0.54 on the prompts that it was trained with (video 0.59, audio 0.49;
     samples of one prompt deviate by 0.15) and 0.46 on held-out ones (0.58 and 0.35); films that
     only pass through its decoders score 0.99. Its sound has 8 kHz, a quarter of H3's rate.
 
-    ``dtype`` is that of the denoiser and the text encoder, but for what the released H3 keeps in
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
+    ``dtype`` is that of the denoisers and the text encoder, but for what the released H3 keeps in
     float32; the VAEs stay in float32, which is what their blocks hand them.
     """
     if pretrained:
@@ -136,8 +123,8 @@ def load(weights: Path, *, dtype: torch.dtype = torch.float32) -> Any:
         for key, parameter in module.named_parameters():
             parameter.data.copy_(tensors.pop(f"{name}.{key}"))
     assert not tensors
-    for name in ("transformer", "text_encoder"):
-        _cast(getattr(pipeline, name), dtype)
+    for name in ("transformer", "transformer_ref", "text_encoder"):
+        cast(getattr(pipeline, name), dtype)
     return pipeline
 
 
@@ -166,22 +153,17 @@ def build(
             "vae": _vae(sizes, video),
             "audio_vae": _audio_vae(sizes, audio),
             "text_encoder": _text_encoder(),
-            "transformer_ref": _transformer(),
+            "transformer_ref": _transformer(sizes),
         }
     generator = torch.Generator().manual_seed(seed)
     for module in modules.values():
         enliven(module, generator)
         module.eval()
-<<<<<<< HEAD
-    for name in ("transformer", "transformer_ref", "text_encoder"):
-        cast(modules[name], dtype)
-=======
     for layer in modules["text_encoder"].model.language_model.layers:
         for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
             last.weight.data.mul_(sizes.text_residual)
-    for name in ("transformer", "text_encoder"):
-        _cast(modules[name], dtype)
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
+    for name in ("transformer", "transformer_ref", "text_encoder"):
+        cast(modules[name], dtype)
     pipeline = MiniMaxH3Blocks().init_pipeline()
     pipeline.update_components(
         **modules,
@@ -195,27 +177,7 @@ def build(
     return pipeline
 
 
-<<<<<<< HEAD
-def _transformer() -> MiniMaxH3Transformer3DModel:
-=======
-def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """As loading in this dtype does: some parts stay in float32."""
-    kept = set(getattr(module, "_keep_in_fp32_modules", None) or ())
-    for name, parameter in module.named_parameters():
-        if not kept & set(name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-
-
-def _quiet(block: Any) -> None:
-    """The bar belongs to the loop's block, and the pipeline's setting does not reach it."""
-    if hasattr(block, "progress_bar"):
-        block._progress_bar_config = {"disable": True}
-    for inner in block.sub_blocks.values():
-        _quiet(inner)
-
-
 def _transformer(sizes: Sizes) -> MiniMaxH3Transformer3DModel:
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
     return MiniMaxH3Transformer3DModel(
         num_attention_heads=sizes.heads,
         attention_head_dim=sizes.head,

@@ -58,13 +58,9 @@ def build(after_space: Sequence[str] = (), at_start: Sequence[str] = ()) -> dict
     """
     tokens = [*SPECIAL, *sorted(bytes_to_unicode().values())]
     merges: dict[tuple[str, str], None] = {}
-<<<<<<< HEAD
-    spaced = (_SPACE + word for word in (*_AFTER_SPACE, *after_space))
-    for word in [*spaced, *_AT_START, *at_start]:
-=======
-    after_space, later = ([_SPACE + word for word in words] for words in (_AFTER_SPACE, _LATER))
-    for word in [*after_space, *_AT_START, *later]:
->>>>>>> 3e6367a (Tiny H3 in a pretrained form: colour and loudness by prompt, and the reward that scores both)
+    spaced = [_SPACE + word for word in (*_AFTER_SPACE, *after_space)]
+    later = [_SPACE + word for word in _LATER]
+    for word in [*spaced, *_AT_START, *at_start, *later]:
         for end in range(1, len(word)):
             merges[word[:end], word[end]] = None
     tokens += [left + right for left, right in merges]

@@ -67,7 +67,7 @@ def test_resolving_checks_but_builds_nothing():
             "jpeg_compresibility",
             {},
             "reward 'jpeg_compresibility': no such reward; did you mean jpeg_compressibility?; "
-            "known are colour_and_loudness, jpeg_compressibility, shape_match, or write "
+            "known are colour_and_loudness, jpeg_compressibility, remote, shape_match, or write "
             "module:attribute",
         ),
         ("zzz", {}, "reward 'zzz': no such reward; known are colour_and_loudness, "),
