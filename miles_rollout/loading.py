@@ -28,6 +28,7 @@ TINY_PIPELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-sana": ("tiny_sana", {}),
     "tiny-sd3": ("tiny_sd3", {}),
     "tiny-minimax-h3": ("tiny_minimax_h3", {}),
+    "tiny-minimax-h3-pretrained": ("tiny_minimax_h3", {"pretrained": True}),
     "tiny-wan": ("tiny_wan", {"version": "2.1"}),
     "tiny-wan2-2": ("tiny_wan", {"version": "2.2"}),
     "tiny-z-image": ("tiny_z_image", {}),

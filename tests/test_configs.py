@@ -46,7 +46,7 @@ def test_no_two_configs_write_to_one_folder() -> None:
     assert len(set(folders)) == len(folders)
 
 
-@pytest.mark.parametrize("kind", ["shapes", "general"])
+@pytest.mark.parametrize("kind", ["shapes", "films", "general"])
 def test_held_out_prompts_are_held_out(kind: str) -> None:
     train, held_out = (
         {record.prompt for record in load_prompts(f"configs/prompts/{kind}_{part}.txt")}

@@ -40,6 +40,8 @@ _AFTER_SPACE = (
     f"{' '.join(shapes.PALETTE)} {' '.join(shapes.SHAPES)}"
 ).split()
 _AT_START = ["Describe", "system", "user", "assistant"]
+# Behind all others, which keep the tokens that Qwen-Image was pretrained with.
+_LATER = ["no", "soft", "loud", "rising", "fading", "sound"]
 
 _EDIT_AFTER_SPACE = (
     "( key features input then explain how user instruction should alter or modify Generate new "
@@ -56,8 +58,9 @@ def build(after_space: Sequence[str] = (), at_start: Sequence[str] = ()) -> dict
     """
     tokens = [*SPECIAL, *sorted(bytes_to_unicode().values())]
     merges: dict[tuple[str, str], None] = {}
-    spaced = (_SPACE + word for word in (*_AFTER_SPACE, *after_space))
-    for word in [*spaced, *_AT_START, *at_start]:
+    spaced = [_SPACE + word for word in (*_AFTER_SPACE, *after_space)]
+    later = [_SPACE + word for word in _LATER]
+    for word in [*spaced, *_AT_START, *at_start, *later]:
         for end in range(1, len(word)):
             merges[word[:end], word[end]] = None
     tokens += [left + right for left, right in merges]

@@ -1,4 +1,4 @@
-"""The tiny MiniMax H3 is a real pipeline, seeded, and nothing in it is trivial."""
+"""The tiny MiniMax H3 is a real pipeline in both forms, seeded, and nothing in it is trivial."""
 
 import itertools
 import subprocess
@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from miles_rollout import testing
 from miles_rollout.loading import load_pipeline
-from miles_rollout.testing import tiny_minimax_h3
+from miles_rollout.testing import films, minimax_h3, tiny_minimax_h3
+from miles_rollout.testing.film_score import color_score, loudness_score
 from tests.miles_rollout.tiny_h3 import keyframes, picture, references
 
 MODULES = ("transformer", "transformer_ref", "vae", "audio_vae", "text_encoder")
@@ -23,6 +25,16 @@ def pipeline():
     return tiny_minimax_h3()
 
 
+@pytest.fixture(scope="module")
+def pretrained():
+    return tiny_minimax_h3(pretrained=True)
+
+
+@pytest.fixture(params=["pipeline", "pretrained"])
+def either(request):
+    return request.getfixturevalue(request.param)
+
+
 def film(pipeline, prompt="a red circle", seed=0, **inputs):
     return pipeline(
         prompt=prompt, height=32, width=32, num_frames=124, num_inference_steps=3,
@@ -31,7 +43,8 @@ def film(pipeline, prompt="a red circle", seed=0, **inputs):
     )  # fmt: skip
 
 
-def test_the_classes_are_the_real_ones(pipeline):
+def test_the_classes_are_the_real_ones(either):
+    pipeline = either
     assert type(pipeline).__name__ == "MiniMaxH3ModularPipeline"
     for name in ("transformer", "transformer_ref"):
         assert type(getattr(pipeline, name)) is diffusers.MiniMaxH3Transformer3DModel
@@ -96,13 +109,83 @@ def test_it_depends_on_the_seed_alone(pipeline):
         assert any(not torch.equal(weights[0][k], weights[2][k]) for k in weights[0])
 
 
-def test_no_weight_and_no_latent_statistic_is_trivial(pipeline):
+def test_no_weight_and_no_latent_statistic_is_trivial(either):
     for name in MODULES:
-        for key, weight in getattr(pipeline, name).named_parameters():
+        for key, weight in getattr(either, name).named_parameters():
             assert weight.numel() == 1 or weight.std() > 0, key
-    for vae in (pipeline.vae, pipeline.audio_vae):
+    for vae in (either.vae, either.audio_vae):
         assert all(mean != 0 for mean in vae.config.latents_mean)
         assert all(std not in (0, 1) for std in vae.config.latents_std)
+
+
+def test_the_pretrained_form_ignores_the_seed(pretrained):
+    other = load_pipeline("tiny-minimax-h3-pretrained")
+    third = tiny_minimax_h3(pretrained=True, seed=1)
+    for name in MODULES:
+        weights = dict(getattr(pretrained, name).named_parameters())
+        for again in (other, third):
+            for key, weight in getattr(again, name).named_parameters():
+                assert torch.equal(weight, weights[key]), key
+
+
+def test_the_pretrained_form_makes_five_seconds_of_film_from_its_seed(pretrained):
+    made, again, other = (film(pretrained, films.TRAIN_PROMPTS[0], seed) for seed in (0, 0, 1))
+    assert made["videos"].shape == (1, 124, 3, 32, 32)
+    assert made["audio"].shape == (1, 2, 207 * pretrained.audio_vae.hop_length)
+    assert made["sampling_rate"] == 8000
+    assert 207 * pretrained.audio_vae.hop_length / made["sampling_rate"] == pytest.approx(
+        124 / pretrained.fps, abs=0.01
+    )
+    for name in ("videos", "audio"):
+        assert torch.equal(made[name], again[name])
+        assert not torch.equal(made[name], other[name])
+
+
+def test_the_file_holds_every_trained_weight_and_the_statistics(pretrained):
+    stored = load_file(minimax_h3.WEIGHTS)
+    for name, vae in (("vae", pretrained.vae), ("audio_vae", pretrained.audio_vae)):
+        for part in ("mean", "std"):
+            values = stored.pop(f"{name}.latents_{part}")
+            assert values.tolist() == list(vae.config[f"latents_{part}"])
+    trained = {
+        f"{name}.{key}": weight
+        for name, module in minimax_h3.trained_modules(pretrained).items()
+        for key, weight in module.named_parameters()
+    }
+    assert set(stored) == set(trained)
+    assert all(torch.equal(stored[key].float(), weight) for key, weight in trained.items())
+
+
+def test_the_statistics_are_those_of_the_films(pretrained):
+    generator = torch.Generator().manual_seed(1)
+    themes = [films.parse_prompt(prompt) for prompt in films.TRAIN_PROMPTS] * 20
+    shown = [films.loose(theme, generator) for theme in themes]
+    for draw, vae, axes in (
+        (films.video_latents, pretrained.vae, (0, 2, 3, 4)),
+        (films.audio_latents, pretrained.audio_vae, (0, 1, 3)),
+    ):
+        latents = torch.stack([draw(one) for one in shown])
+        for found, name in ((latents.mean(axes), "mean"), (latents.std(axes), "std")):
+            assert torch.allclose(found, torch.tensor(vae.config[f"latents_{name}"]), atol=0.06)
+
+
+def test_the_decoders_show_and_sound_what_the_latents_say(pretrained):
+    generator = torch.Generator().manual_seed(0)
+    for prompt in films.HELD_OUT_PROMPTS:
+        theme = films.parse_prompt(prompt)
+        one = films.named(theme, generator)
+        with torch.no_grad():
+            video = pretrained.vae.decode(films.video_latents(one)[None]).sample[0].movedim(0, 1)
+            audio = pretrained.audio_vae.decode(films.audio_latents(one)).sample[:, 0]
+        scale, shift = (
+            torch.tensor(v).view(3, 1, 1) for v in (pretrained.pixel_std, pretrained.pixel_mean)
+        )
+        assert color_score((video * scale + shift).clamp(0, 1), theme) > 0.9
+        assert loudness_score(audio, 8000, theme) > 0.8
+
+
+def test_the_weights_are_small():
+    assert minimax_h3.WEIGHTS.stat().st_size < 1.2e6
 
 
 def test_half_precision_is_laid_out_as_in_the_released_model():

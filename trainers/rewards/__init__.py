@@ -20,6 +20,7 @@ from trainers.rewards.protocol import Reward
 __all__ = ["REWARDS", "Reward", "build_reward", "resolve_reward"]
 
 REWARDS: Mapping[str, str] = {
+    "colour_and_loudness": "trainers.rewards.colour_and_loudness:colour_and_loudness",
     "jpeg_compressibility": "trainers.rewards.jpeg_compressibility:jpeg_compressibility",
     "remote": "trainers.rewards.remote:RemoteReward",
     "shape_match": "trainers.rewards.shape_match:shape_match",

@@ -67,9 +67,10 @@ def test_resolving_checks_but_builds_nothing():
             "jpeg_compresibility",
             {},
             "reward 'jpeg_compresibility': no such reward; did you mean jpeg_compressibility?; "
-            "known are jpeg_compressibility, shape_match, or write module:attribute",
+            "known are colour_and_loudness, jpeg_compressibility, remote, shape_match, or write "
+            "module:attribute",
         ),
-        ("zzz", {}, "reward 'zzz': no such reward; known are jpeg_compressibility, "),
+        ("zzz", {}, "reward 'zzz': no such reward; known are colour_and_loudness, "),
         ("no_such_module:x", {}, "reward 'no_such_module:x': cannot be imported; got No module"),
         (":x", {}, "reward ':x': cannot be imported; got Empty module name"),
         (
