@@ -14,7 +14,7 @@ import pytest
 
 from miles_rollout import check
 from miles_rollout.loading import check_pipeline_name
-from miles_rollout.pipelines import PipelineAdapter
+from miles_rollout.pipelines import ADAPTERS, PipelineAdapter
 from tests.miles_rollout.models import MODELS
 from trainers.config import TrainConfig
 from trainers.config_docs import render, undocumented
@@ -160,6 +160,11 @@ def test_the_design_page_names_every_module():
         names |= {p.parent.name for p in folder.glob("*/__init__.py")}
         missing = [name for name in sorted(names) if f"`{name}`" not in text]
         assert not missing, f"{package}: docs/design.md says nothing of {missing}"
+
+
+def test_the_design_page_names_every_family():
+    text = (ROOT / "docs" / "design.md").read_text()
+    assert not [name for name in ADAPTERS if f"`{name}`" not in text]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
