@@ -81,8 +81,9 @@ class RolloutEngine:
         """Encode each distinct prompt once, alone and as given; later calls answer from memory.
 
         ``inputs`` holds what each prompt comes with, such as ``{"image": ...}``; they are told apart
-        as objects, so change none in place. What they become may depend on ``sampling``, such as
-        ``height``: it is that of `generate`. Raises ``RolloutParamsError`` before a model runs.
+        as objects and kept, so hand the same ones again and change none in place. What they become
+        may depend on ``sampling``, such as ``height``: it is that of `generate`. Raises
+        ``RolloutParamsError`` before a model runs.
         After all prompts of a run are encoded, `drop_text_encoders` frees the encoders' memory.
         """
         check_inputs(inputs, len(prompts), self.adapter.inputs)

@@ -23,6 +23,7 @@ from diffusers import (
 )
 from torch import nn
 
+from miles_rollout.loading import hide_progress_bars
 from miles_rollout.testing import vocabulary
 from miles_rollout.testing.weights import enliven
 
@@ -71,16 +72,8 @@ def tiny_cosmos3_distilled(*, seed: int = 0, dtype: torch.dtype = torch.float32)
 
 def _filled(pipeline: Any, modules: dict[str, Any], scheduler: Any) -> Any:
     pipeline.update_components(**modules, scheduler=scheduler, enable_safety_checker=False)
-    _quiet(pipeline._blocks)
+    hide_progress_bars(pipeline)
     return pipeline
-
-
-def _quiet(block: Any) -> None:
-    """The bar belongs to the loop's block, and the pipeline's setting does not reach it."""
-    if hasattr(block, "progress_bar"):
-        block._progress_bar_config = {"disable": True}
-    for inner in block.sub_blocks.values():
-        _quiet(inner)
 
 
 def _scheduler() -> UniPCMultistepScheduler:

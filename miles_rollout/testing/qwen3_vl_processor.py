@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from transformers import BatchFeature, Qwen2Tokenizer, Qwen3VLProcessor
+from transformers import BatchFeature, Qwen2Tokenizer
+
+from miles_rollout.testing import qwen_vl
 
 _PATCH, _MERGE, _FRAMES = 16, 2, 2
 
@@ -25,7 +26,7 @@ class TinyVideoProcessor:
         """From videos [frames, height, width, 3] to patches of two frames each, and the grids."""
         if do_sample_frames or return_tensors != "pt":
             raise ValueError("TinyVideoProcessor: takes sampled frames and gives torch tensors")
-        by_frame = _image_processor(temporal_patch_size=1)
+        by_frame = qwen_vl.image_processor(_PATCH, temporal_patch_size=1)
         patches, grids = [], []
         for video in videos:
             frames = [*video] + [video[-1]] * (-len(video) % _FRAMES)
@@ -41,12 +42,8 @@ class TinyVideoProcessor:
         )
 
 
-class TinyQwen3VLProcessor(Qwen3VLProcessor):
-    """The real class over a tokenizer, with parts that work on PIL images and arrays."""
-
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> type:
-        """Any part is taken: without torchvision transformers has no class to compare with."""
-        return type(argument)
+class TinyQwen3VLProcessor(qwen_vl.ImageProcessor3):
+    """With videos as well; it can be saved and loaded."""
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """The tokenizer: all else is the same for every instance."""
@@ -60,13 +57,4 @@ class TinyQwen3VLProcessor(Qwen3VLProcessor):
 
 def processor(tokenizer: Any) -> TinyQwen3VLProcessor:
     """Patches of 16 pixels, merged 2 x 2, and pairs of frames, as in Qwen3-VL."""
-    return TinyQwen3VLProcessor(
-        _image_processor(temporal_patch_size=_FRAMES), tokenizer, TinyVideoProcessor()
-    )
-
-
-def _image_processor(temporal_patch_size: int) -> Any:
-    """The one that works on PIL images; older versions of transformers have no other."""
-    name = "Qwen2VLImageProcessor"
-    cls = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return cls(patch_size=_PATCH, merge_size=_MERGE, temporal_patch_size=temporal_patch_size)
+    return TinyQwen3VLProcessor(qwen_vl.image_processor(_PATCH), tokenizer, TinyVideoProcessor())

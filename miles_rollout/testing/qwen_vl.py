@@ -47,12 +47,12 @@ class ImageProcessor2(_AnyPart, Qwen2VLProcessor):
 
 def qwen3_processor(tokenizer: Any) -> Qwen3VLProcessor:
     """Patches of 16 pixels, merged 2 x 2, as in Qwen3-VL."""
-    return ImageProcessor3(_image_processor(16), tokenizer, chat_template=_CHAT)
+    return ImageProcessor3(image_processor(16), tokenizer, chat_template=_CHAT)
 
 
 def qwen2_processor(tokenizer: Any) -> Qwen2VLProcessor:
     """Patches of 14 pixels, merged 2 x 2, as in Qwen2.5-VL."""
-    return ImageProcessor2(_image_processor(14), tokenizer, chat_template=_CHAT)
+    return ImageProcessor2(image_processor(14), tokenizer, chat_template=_CHAT)
 
 
 def qwen3_encoder(vocab_size: int) -> Qwen3VLForConditionalGeneration:
@@ -118,11 +118,12 @@ def _special_ids() -> dict[str, int]:
     return {a: ids[f"<|{name}|>"] for a, name in zip(arguments, names, strict=True)}
 
 
-def _image_processor(patch_size: int) -> Any:
+def image_processor(patch_size: int, **kwargs: Any) -> Any:
     """The one that works on PIL images; older versions of transformers have no other.
 
     It takes small pictures as they are: Qwen-Image-2.1 needs a patch for every latent.
     """
     name = "Qwen2VLImageProcessor"
     cls = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
-    return cls(patch_size=patch_size, merge_size=2, min_pixels=(2 * patch_size) ** 2)
+    small = {"min_pixels": (2 * patch_size) ** 2}
+    return cls(patch_size=patch_size, merge_size=2, **small, **kwargs)

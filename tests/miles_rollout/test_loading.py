@@ -120,9 +120,35 @@ def test_a_name_that_is_nowhere_is_looked_up_as_both_kinds(monkeypatch):
 
     for kind in ("DiffusionPipeline", "ModularPipeline"):
         monkeypatch.setattr(f"miles_rollout.loading.{kind}.load_config", classmethod(lookup))
+    loader = "miles_rollout.loading.DiffusionPipeline.from_pretrained"
+    monkeypatch.setattr(loader, classmethod(lookup))
     with pytest.raises(OSError, match="not there"):
         load_pipeline("nobody/nothing")
-    assert asked[:2] == [
-        ("DiffusionPipeline", "nobody/nothing"),
-        ("ModularPipeline", "nobody/nothing"),
+    kinds = ["DiffusionPipeline", "ModularPipeline", "DiffusionPipeline"]
+    assert asked == [(kind, "nobody/nothing") for kind in kinds]
+
+
+def test_a_name_of_a_modular_pipeline_alone_is_loaded_as_one(monkeypatch):
+    asked = []
+
+    def known(cls, name, **how):
+        asked.append((cls.__name__, name, how))
+        if cls.__name__ == "DiffusionPipeline":
+            raise OSError("not there")
+        if "workflow" in how:
+            raise InterruptedError
+        return {}
+
+    for kind in ("DiffusionPipeline", "ModularPipeline"):
+        monkeypatch.setattr(f"miles_rollout.loading.{kind}.load_config", classmethod(known))
+    loader = "miles_rollout.loading.ModularPipeline.from_pretrained"
+    monkeypatch.setattr(loader, classmethod(known))
+    how = {"workflow": "t2va", "revision": "main", "token": "x", "torch_dtype": torch.bfloat16}
+    with pytest.raises(InterruptedError):
+        RolloutEngine.from_pretrained("org/model", **how)
+    hub = {"revision": "main", "token": "x"}
+    assert asked == [
+        ("DiffusionPipeline", "org/model", hub),
+        ("ModularPipeline", "org/model", hub),
+        ("ModularPipeline", "org/model", {**hub, "workflow": "t2va"}),
     ]

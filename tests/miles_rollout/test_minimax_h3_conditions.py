@@ -282,3 +282,17 @@ def test_conditions_are_not_used_for_another_size(engine):
     arguments = {**engine.adapter.collate([encoded], None), **SIZE, "width": 64}
     with pytest.raises(RolloutParamsError, match="conditions were encoded for another size; got"):
         engine.adapter.denoise(part, arguments, [_generator()])
+
+
+@FORMS
+def test_a_group_shares_the_steps_before_the_first_stochastic_one(engine, form):
+    params, given = RolloutParams(sde_step_indices=[1, 2]), form()
+    plain = generate(engine, given, params, group_size=3, same_noise=True)
+    with Counts(engine.pipe) as made:
+        shared = generate(engine, given, params, group_size=3, same_noise=True, share_prefix=True)
+    assert made["transformer"] + made["transformer_ref"] == 3 * 3 - 2
+    for ours, theirs in zip(shared, plain, strict=True):
+        assert torch.equal(ours.trajectory.log_probs, theirs.trajectory.log_probs)
+        for name in STREAMS:
+            assert torch.equal(ours.latents[name], theirs.latents[name])
+        assert_replays(engine, ours.trajectory)

@@ -94,8 +94,8 @@ def test_a_still_video_is_shown_to_the_text_encoder_as_pairs_of_its_image(pipeli
     still = processor.video_processor(
         videos=[np.stack([np.asarray(image)] * 3)], do_sample_frames=False, return_tensors="pt"
     )
-    assert one["image_grid_thw"].tolist() == [[1, 4, 4]]
-    assert still["video_grid_thw"].tolist() == [[2, 4, 4]]
+    assert one["image_grid_thw"].tolist() == [[1, 2, 2]]
+    assert still["video_grid_thw"].tolist() == [[2, 2, 2]]
     assert torch.equal(still["pixel_values_videos"], one["pixel_values"].repeat(2, 1))
     ids = [1, processor.image_token_id, processor.video_token_id]
     assert processor.create_mm_token_type_ids([ids]) == [[0, 1, 2]]

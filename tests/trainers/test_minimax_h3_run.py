@@ -208,9 +208,10 @@ def test_one_of_two_denoisers_can_be_trained() -> None:
     policy = Policy(RolloutEngine(pipe), lora, seed=3, denoisers=["transformer_ref"])
     assert {name.partition(".")[0] for name in policy.parameters} == {"transformer_ref"}
     assert not any(p.requires_grad for p in pipe.transformer.parameters())
-    alone = RolloutEngine(tiny_minimax_h3())
+    alone = tiny_minimax_h3()
+    alone.transformer_ref = None
     with pytest.raises(PolicyError, match=r"holds no such denoiser; got \['transformer_ref'\]; ch"):
-        Policy(alone, lora, seed=3, denoisers=["transformer_ref"])
+        Policy(RolloutEngine(alone), lora, seed=3, denoisers=["transformer_ref"])
 
 
 def test_videos_of_a_checkpoint(whole: Any, tmp_path: Path) -> None:
