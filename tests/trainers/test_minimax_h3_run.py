@@ -208,9 +208,22 @@ def test_one_of_two_denoisers_can_be_trained() -> None:
     policy = Policy(RolloutEngine(pipe), lora, seed=3, denoisers=["transformer_ref"])
     assert {name.partition(".")[0] for name in policy.parameters} == {"transformer_ref"}
     assert not any(p.requires_grad for p in pipe.transformer.parameters())
-    alone = RolloutEngine(tiny_minimax_h3())
+    pipe = tiny_minimax_h3()
+    pipe.update_components(transformer_ref=None)
+    alone = RolloutEngine(pipe)
     with pytest.raises(PolicyError, match=r"holds no such denoiser; got \['transformer_ref'\]; ch"):
         Policy(alone, lora, seed=3, denoisers=["transformer_ref"])
+
+
+def test_a_denoiser_that_nothing_trains_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _one_update(tmp_path, "model.denoisers=[transformer, transformer_ref]")
+    message = "no step of this update used transformer_ref; got model.denoisers [transformer, trans"
+    assert [record.getMessage()[: len(message)] for record in caplog.records] == [message]
+    caplog.clear()
+    _one_update(tmp_path)
+    assert not caplog.records
 
 
 def test_videos_of_a_checkpoint(whole: Any, tmp_path: Path) -> None:
