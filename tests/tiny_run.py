@@ -39,6 +39,7 @@ H3_OVERRIDES = (
     *(o for o in OVERRIDES if not o.startswith(("model.pipe", "model.lora", "rollout.", "track"))),
     "tracking={wandb: disabled, media_every: 0, num_media: 1}",
     "model.pipeline=tiny-minimax-h3",
+    "model.denoisers=[transformer]",
     "model.lora={rank: 2, alpha: 4, targets: [attn.to_q, attn.to_v, ff.net.2]}",
     "rollout.num_prompts=2",
     "rollout.group_size=2",

@@ -80,6 +80,7 @@ def _of_tiny(config: TrainConfig) -> ModelSizes:
         seed=0,
         decode=False,
         negative_prompt=rollout.negative_prompt,
+        inputs=[adapter.sample_inputs(pipe)],
         **rollout.arguments(2),
     )
     streams = batch.trajectory.streams.items()

@@ -77,6 +77,14 @@ class Policy:
             if parameter.requires_grad
         }
 
+    def without_gradient(self) -> list[str]:
+        """The trained denoisers that the last backward did not reach."""
+        return [
+            name
+            for name, module in self.modules.items()
+            if all(p.grad is None for p in module.parameters() if p.requires_grad)
+        ]
+
     @contextlib.contextmanager
     def reference(self) -> Iterator[None]:
         """Inside, the engine runs the model that training started from.

@@ -6,6 +6,7 @@ and noise are keyed by the number, so a resumed run repeats an uninterrupted one
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,8 @@ from trainers.run_state import prompt_digests, warn_of_changes, write_atomically
 from trainers.samples import Sample, samples_of, save_samples
 from trainers.tracking import Tracker
 from trainers.update import TrainChunk, TrainingError, run_update
+
+logger = logging.getLogger(__name__)
 
 
 @final
@@ -70,6 +73,7 @@ class Trainer:
         self.iteration = 0
         self.num_updates = 0
         self.best: dict[str, float] = {}
+        self._use_told = False
         self.output_dir = Path(config.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
 
@@ -210,6 +214,7 @@ class Trainer:
             if update == 0:
                 gaps = metrics.step_gaps()
                 self._check_consistency(reduced.get("ratio_abs_minus_1", 0.0), gaps)
+                self._check_use()
             if metrics.ratios is not None:
                 histograms[f"train/ratios/update_{update}"] = metrics.ratios
         told = {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
@@ -235,6 +240,20 @@ class Trainer:
             f"|ratio - 1| {gap:.3g} above {bound:.3g}, largest at {worst} (log-prob gap "
             f"{steps[worst]:.3g}); {advice}, or raise checks.max_ratio_abs_minus_1"
         )
+
+    def _check_use(self) -> None:
+        """Say once which denoisers had no part in the update that was just made."""
+        if self._use_told:
+            return
+        self._use_told = True
+        unused = self.policy.without_gradient()
+        if unused:
+            logger.warning(
+                "no step of this update used %s; got model.denoisers %s; name there those that "
+                "rollout.window reaches",
+                ", ".join(unused),
+                f"[{', '.join(self.policy.modules)}]",
+            )
 
     # -- evaluation -------------------------------------------------------------------------------
 

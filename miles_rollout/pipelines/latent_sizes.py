@@ -18,11 +18,15 @@ def elements_by_vae(vae: nn.Module, sampling: Mapping[str, Any]) -> int | None:
     height, width = sampling.get("height"), sampling.get("width")
     if height is None or width is None:
         return None
-    is_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    # Of every family's own class of causal convolutions the name tells, and not all are torch's.
+    is_video = any("Conv3d" in type(module).__name__ for module in vae.modules())
     frames = (sampling.get("num_frames") or 1,) if is_video else ()
     weight = next(vae.parameters())
-    shape = (1, 3, *frames, height, width)
-    pixels = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
     encoder: Any = vae
+    channels = encoder.config.get("in_channels", 3)
+    # Where a VAE cuts patches first, its channels are those of a patch.
+    shape = (1, channels if channels <= 4 else 3, *frames, height, width)
+    pixels = torch.zeros(shape, device=weight.device, dtype=weight.dtype)
     with torch.no_grad():
-        return encoder.encode(pixels).latent_dist.mode().numel()
+        made = encoder.encode(pixels)
+    return (made.latent if "latent" in made else made.latent_dist.mode()).numel()

@@ -214,6 +214,17 @@ def test_one_of_two_denoisers_can_be_trained() -> None:
         Policy(RolloutEngine(alone), lora, seed=3, denoisers=["transformer_ref"])
 
 
+def test_a_denoiser_that_nothing_trains_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _one_update(tmp_path, "model.denoisers=[transformer, transformer_ref]")
+    message = "no step of this update used transformer_ref; got model.denoisers [transformer, trans"
+    assert [record.getMessage()[: len(message)] for record in caplog.records] == [message]
+    caplog.clear()
+    _one_update(tmp_path)
+    assert not caplog.records
+
+
 def test_videos_of_a_checkpoint(whole: Any, tmp_path: Path) -> None:
     assert generate(whole.output_dir, ["a cat"], tmp_path, seed=1, count=1).name == "grid.png"
     assert {p.name for p in tmp_path.iterdir()} == {"grid.png", "prompt_000_sample_000.mp4"}
