@@ -12,6 +12,7 @@ from miles_rollout.pipelines import ADAPTERS, PipelineAdapter, adapter_for_class
 
 RELEASED: dict[str, str] = {
     "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "SanaPipeline",
+    "Lightricks/LTX-2": "LTX2Pipeline",
     "MiniMaxAI/MiniMax-H3": "MiniMaxH3ModularPipeline",
     "Qwen/Qwen-Image": "QwenImagePipeline",
     "Qwen/Qwen-Image-2.1": "QwenImage21Pipeline",
@@ -22,6 +23,7 @@ RELEASED: dict[str, str] = {
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "WanPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
     "black-forest-labs/FLUX.2-klein-base-9B": "Flux2KleinPipeline",
+    "diffusers/LTX-2.3-Diffusers": "LTX2Pipeline",
     "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v": "HunyuanVideo15Pipeline",
     "nvidia/Cosmos3-Nano": "Cosmos3OmniPipeline",
     "stabilityai/stable-diffusion-3-medium-diffusers": "StableDiffusion3Pipeline",

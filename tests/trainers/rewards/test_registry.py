@@ -40,8 +40,9 @@ def score(reward):
 
 
 def test_every_name_points_at_a_reward():
+    needed = {"remote": {"url": "http://127.0.0.1:1"}}
     for name in REWARDS:
-        assert isinstance(build_reward(name, {}), Reward)
+        assert isinstance(build_reward(name, needed.get(name, {})), Reward)
     assert score(build_reward("jpeg_compressibility", {}))[0] < 0
 
 
