@@ -23,6 +23,7 @@ check: .venv/ready
 
 docs: .venv/ready
 	$(BIN)/python -m trainers.config_docs > docs/config.md
+	$(BIN)/python -m miles_rollout.pipelines.docs > docs/models.md
 
 format: .venv/ready
 	$(BIN)/ruff format .

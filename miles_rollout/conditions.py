@@ -248,13 +248,38 @@ class CallRecorder:
         return known[2]
 
 
-def check_no_dropout(name: str, module: nn.Module) -> None:
-    """Refuse a denoiser that draws dropout masks: no second call would be the first one again."""
+def check_repeatable(name: str, module: nn.Module) -> None:
+    """Refuse a denoiser whose second call would not be the first one again.
+
+    That is one that draws dropout masks, or one whose blocks remember earlier calls, as diffusers'
+    caches do, whether they were enabled on the denoiser or applied to it.
+    """
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd) and part.training and part.p > 0:
             raise RolloutStateError(
                 f"rollout: {name} draws dropout masks, so that its replay would differ; got "
                 f"p={part.p} in training mode; set the dropout to 0, or call {name}.eval()"
+            )
+        registry = getattr(part, "_diffusers_hook", None)
+        hooks = {} if registry is None else registry.hooks
+        memory = sorted(key for key, hook in hooks.items() if hook._is_stateful)
+        config = getattr(part, "_cache_config", None)
+        if memory or config is not None:
+            found = memory[0] if config is None else type(config).__name__
+            raise RolloutParamsError(
+                f"rollout: a cache changes what {name} computes from step to step, so replay would "
+                f"differ; got {found}; call {name}.disable_cache() first, or load it again"
+            )
+
+
+def check_reachable(name: str, module: nn.Module) -> None:
+    """Refuse a denoiser whose trained weights are copied in for a call: a copy gets the gradient."""
+    for parameter in module.parameters():
+        if parameter.is_meta and parameter.requires_grad:
+            raise RolloutStateError(
+                f"rollout: trained weights of {name} are offloaded between its calls, so that no "
+                "gradient would reach them; got weights on the meta device; replay under "
+                f"torch.no_grad(), or load {name} without sequential offload"
             )
 
 

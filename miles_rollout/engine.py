@@ -14,7 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import DenoiserCall, check_no_dropout
+from miles_rollout.conditions import DenoiserCall, check_reachable, check_repeatable
 from miles_rollout.encodings import Encodings
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.loading import load_pretrained
@@ -270,7 +270,9 @@ class RolloutEngine:
 
     def _call(self, call: DenoiserCall) -> Any:
         module = getattr(self.pipe, call.module)
-        check_no_dropout(call.module, module)
+        check_repeatable(call.module, module)
+        if torch.is_grad_enabled():
+            check_reachable(call.module, module)
         return module(*call.args, **call.kwargs)
 
     # -- decode -----------------------------------------------------------------------------------

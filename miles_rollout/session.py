@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline, ModularPipeline, SchedulerMixin
 from torch import Tensor, nn
 
-from miles_rollout.conditions import CallRecorder, check_no_dropout
+from miles_rollout.conditions import CallRecorder, check_repeatable
 from miles_rollout.controller import (
     FlowRolloutController,
     OdeTransition,
@@ -22,6 +22,7 @@ from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import check_seeds, keyed_generator
 from miles_rollout.params import RolloutParams
 from miles_rollout.pipelines import PipelineAdapter, adapter_for
+from miles_rollout.pipelines.refusals import check_refused
 from miles_rollout.replay_calls import Conditions
 from miles_rollout.schedulers import Transition
 from miles_rollout.scope import exclusive, observed_call, swapped_scheduler
@@ -78,13 +79,9 @@ class RolloutSession:
             )
         for name in self._adapter.denoisers:
             module = getattr(self._pipe, name, None)
-            if getattr(module, "is_cache_enabled", False):
-                raise RolloutParamsError(
-                    f"rollout: a cache changes what {name} computes from step to step, so replay "
-                    f"would differ; got a cache enabled; call {name}.disable_cache() first"
-                )
             if isinstance(module, nn.Module):
-                check_no_dropout(name, module)
+                check_repeatable(name, module)
+        check_refused(self._adapter.refused, self._pipe, arguments)
         self._adapter.check_request(self._pipe, arguments)
         self._request = self._adapter.resolve_request(self._pipe, arguments)
         self._guidance = self._adapter.guidance(self._request)

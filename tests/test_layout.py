@@ -16,7 +16,7 @@ SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAG
 PROGRAMS = (
     "recipes/",
     "miles_rollout/check.py",
-    "miles_rollout/testing/pretrain_minimax_h3.py",
+    "miles_rollout/pipelines/docs.py",
     "miles_rollout/testing/pretrain_minimax_h3.py",
     "miles_rollout/testing/pretrain_qwen_image.py",
     "trainers/config_docs.py",

@@ -69,6 +69,9 @@ class PipelineAdapter(ABC):
     """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
     prepared_for: ClassVar[frozenset[str]] = frozenset()
     """Sampling arguments that ``prepare`` reads."""
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Pipeline argument -> why no call may give it, then "; " and what to do instead of leaving it
+    out. Told in the message and in ``docs/models.md``."""
     fixed: ClassVar[Mapping[str, Any]] = {}
     """Pipeline arguments without which a call cannot be rolled out; ``collate`` gives them, too."""
 

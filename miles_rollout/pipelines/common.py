@@ -44,16 +44,6 @@ def check_frames(request: Mapping[str, Any], compression: int = 4) -> None:
         )
 
 
-def check_not_expanded(request: Mapping[str, Any], argument: str = "num_images_per_prompt") -> None:
-    """Refuse the pipeline's own expansion of prompts: rows have a seed each."""
-    if request.get(argument, 1) != 1:
-        refuse(
-            "prompts are expanded by the caller, one seed a row",
-            f"{argument} {request[argument]}",
-            "it to 1 and repeat the prompt in the list instead",
-        )
-
-
 def guide(negative: Tensor, positive: Tensor, scale: float | int) -> Tensor:
     """Classifier-free guidance (arXiv 2207.12598) in diffusers' order of operations."""
     return negative + scale * (positive - negative)

@@ -10,13 +10,12 @@ from torch import Tensor
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
-    check_not_expanded,
     check_sizes,
     decode_images,
     guide,
-    refuse,
     stack,
 )
+from miles_rollout.pipelines.refusals import EXPANDED, IMAGE_PROMPT
 
 _EMBEDS = ["prompt_embeds", "pooled_prompt_embeds"]
 
@@ -50,18 +49,17 @@ class FluxAdapter(PipelineAdapter):
     )
     scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        "num_images_per_prompt": EXPANDED,
+        "ip_adapter_image": IMAGE_PROMPT,
+        "ip_adapter_image_embeds": IMAGE_PROMPT,
+        "negative_ip_adapter_image": IMAGE_PROMPT,
+        "negative_ip_adapter_image_embeds": IMAGE_PROMPT,
+    }
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse sizes that the pipeline would round, and what replay does not cover."""
+        """Refuse sizes that the pipeline would round."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
-        check_not_expanded(request)
-        for name, value in request.items():
-            if "ip_adapter_image" in name and value is not None:
-                refuse(
-                    "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
-                    name,
-                    "it to None",
-                )
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_not_expanded, check_sizes, refuse
+from miles_rollout.pipelines.common import check_sizes, refuse
+from miles_rollout.pipelines.refusals import EXPANDED
 from miles_rollout.pipelines.two_calls import TwoCallAdapter
 
 _DEFAULT_SCALE = 4.0
@@ -49,12 +50,12 @@ class Flux2KleinAdapter(TwoCallAdapter):
     )
     scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
     inputs: ClassVar[frozenset[str]] = frozenset({"image"})
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and its expansion of prompts."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
-        check_not_expanded(request)
         scale = request.get("guidance_scale", _DEFAULT_SCALE)
         if pipe.config.is_distilled and scale > 1 and scale != _DEFAULT_SCALE:
             warnings.warn(

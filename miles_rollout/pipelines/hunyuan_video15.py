@@ -13,7 +13,6 @@ from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
     check_frames,
-    check_not_expanded,
     check_sizes,
     is_guided,
     refuse,
@@ -26,6 +25,7 @@ from miles_rollout.pipelines.hunyuan_video15_guider import (
     is_on,
     settings,
 )
+from miles_rollout.pipelines.refusals import EXPANDED
 
 _EMBEDS = ["prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2"]
 
@@ -63,13 +63,13 @@ class HunyuanVideo15Adapter(PipelineAdapter):
     )
     scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {"num_videos_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse rounded sizes, expanded prompts, and guiders that are not plain CFG throughout."""
         multiple = pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size
         check_sizes(request, multiple, "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)
-        check_not_expanded(request, "num_videos_per_prompt")
         check_guider(pipe.guider)
         negative = request.get("negative_prompt"), request.get("negative_prompt_embeds")
         if negative != (None, None) and not is_on(pipe.guider):

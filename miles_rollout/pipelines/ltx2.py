@@ -19,6 +19,7 @@ from miles_rollout.pipelines.ltx2_request import (
     guidance_of,
     resolve_request,
 )
+from miles_rollout.pipelines.refusals import EXPANDED
 
 
 @final
@@ -56,6 +57,13 @@ class LTX2Adapter(PipelineAdapter):
     scale_argument: ClassVar[str | None] = "guidance_scale"
     more_scale_arguments: ClassVar[tuple[str, ...]] = ("audio_guidance_scale",)
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {
+        "num_videos_per_prompt": EXPANDED,
+        "enable_prompt_enhancement": (
+            "prompt enhancement seeds the global RNG and samples another prompt; set it to False, "
+            "and pass an enhanced prompt"
+        ),
+    }
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse what the pipeline would round, draw without a seed, or not tell."""

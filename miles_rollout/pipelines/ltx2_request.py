@@ -16,23 +16,11 @@ _DEFAULTS = {"height": 512, "width": 768, "num_frames": 121}
 
 def check_request(pipe: Any, request: Mapping[str, Any]) -> None:
     """Raise ``RolloutParamsError`` for a call that cannot be rolled out; warn of idle settings."""
-    if request.get("num_videos_per_prompt", 1) != 1:
-        refuse(
-            "prompts are expanded by the caller, one seed a row",
-            f"num_videos_per_prompt {request['num_videos_per_prompt']}",
-            "it to 1 and repeat the prompt in the list",
-        )
     if request.get("generator") is None:
         refuse(
             "LTX-2 draws for both streams, also where latents are given, so the global RNG would move",
             "generator None",
             "generator=session.generators",
-        )
-    if request.get("enable_prompt_enhancement"):
-        refuse(
-            "prompt enhancement seeds the global RNG and samples another prompt",
-            "enable_prompt_enhancement True",
-            "it to False, and pass an enhanced prompt",
         )
     _check_sizes(pipe, request)
     _check_guidance(pipe, request)

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from miles_rollout.errors import RolloutParamsError
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
 from miles_rollout.pipelines.common import check_sizes
@@ -43,16 +42,17 @@ class QwenImageAdapter(TwoCallAdapter):
     )
     scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
+    refused: ClassVar[Mapping[str, str]] = {
+        # diffusers 0.42 repeats masks in another order than embeddings.
+        "num_images_per_prompt": (
+            "num_images_per_prompt pairs prompts with other prompts' masks; set it to 1 and repeat "
+            "the prompt in the list instead"
+        )
+    }
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse sizes that the pipeline would round, and its own expansion of prompts."""
+        """Refuse sizes that the pipeline would round."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
-        if request.get("num_images_per_prompt", 1) != 1:
-            # diffusers 0.42 repeats masks in another order than embeddings.
-            raise RolloutParamsError(
-                "rollout: num_images_per_prompt pairs prompts with other prompts' masks; got "
-                f"{request['num_images_per_prompt']}; repeat the prompt in the list instead"
-            )
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1 and a negative prompt, and off without either."""

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_not_expanded, check_sizes, refuse
+from miles_rollout.pipelines.common import check_sizes, refuse
+from miles_rollout.pipelines.refusals import EXPANDED
 from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
 
@@ -52,6 +53,7 @@ class QwenImage21Adapter(TwoCallAdapter):
     )
     scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
+    refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
     fixed: ClassVar[Mapping[str, Any]] = {"use_kv_cache": False}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
@@ -64,7 +66,6 @@ class QwenImage21Adapter(TwoCallAdapter):
                 "use_kv_cache=False",
             )
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width", "output_resolution")
-        check_not_expanded(request)
         own, steps = pipe.config.sample_sigmas, request.get("num_inference_steps", 40)
         if own is not None and request.get("sigmas") is None and steps not in (40, len(own)):
             warnings.warn(

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_not_expanded, check_sizes, refuse
+from miles_rollout.pipelines.common import check_sizes, refuse
 from miles_rollout.pipelines.qwen_image import decoded, guided
+from miles_rollout.pipelines.refusals import EXPANDED
 from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
 
@@ -48,6 +49,7 @@ class QwenImageEditPlusAdapter(TwoCallAdapter):
     )
     scale_argument: ClassVar[str | None] = "true_cfg_scale"
     implied_negative: ClassVar[str | None] = None
+    refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
     one_sample: ClassVar[bool] = True
     inputs: ClassVar[frozenset[str]] = frozenset({"image"})
 
@@ -55,7 +57,6 @@ class QwenImageEditPlusAdapter(TwoCallAdapter):
         """Refuse a call without references, with several samples, or of a size that is rounded."""
         _references(request.get("image"))
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
-        check_not_expanded(request)
         prompt, embeds = request.get("prompt"), request.get("prompt_embeds")
         rows = len(prompt) if isinstance(prompt, list) else 1 if embeds is None else len(embeds)
         if rows != 1:

@@ -11,13 +11,13 @@ from torch import Tensor
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
-    check_not_expanded,
     classifier_free,
     guide,
     is_guided,
     stack,
     two_blocks,
 )
+from miles_rollout.pipelines.refusals import EXPANDED
 
 
 @final
@@ -47,10 +47,10 @@ class SanaAdapter(PipelineAdapter):
     )
     scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse the pipeline's own expansion of prompts; it checks sizes itself."""
-        check_not_expanded(request)
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

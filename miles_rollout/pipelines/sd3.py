@@ -10,15 +10,14 @@ from torch import Tensor
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
-    check_not_expanded,
     classifier_free,
     decode_images,
     guide,
     is_guided,
-    refuse,
     stack,
     two_blocks,
 )
+from miles_rollout.pipelines.refusals import EXPANDED, IMAGE_PROMPT
 
 _EMBEDS = ["prompt_embeds", "pooled_prompt_embeds"]
 
@@ -49,24 +48,17 @@ class SD3Adapter(PipelineAdapter):
     )
     scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {
+        "num_images_per_prompt": EXPANDED,
+        "skip_guidance_layers": (
+            "skip-layer guidance adds denoiser calls to some steps only, which replay does not combine"
+        ),
+        "ip_adapter_image": IMAGE_PROMPT,
+        "ip_adapter_image_embeds": IMAGE_PROMPT,
+    }
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse what replay does not cover."""
-        if request.get("skip_guidance_layers") is not None:
-            refuse(
-                "skip-layer guidance adds denoiser calls to some steps only, which replay does not "
-                "combine",
-                f"skip_guidance_layers {request['skip_guidance_layers']}",
-                "it to None",
-            )
-        check_not_expanded(request)
-        for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
-            if request.get(name) is not None:
-                refuse(
-                    "an image prompt reaches the denoiser in a way that replay cannot cut into rows",
-                    name,
-                    "it to None",
-                )
+        """Nothing more: the pipeline refuses sizes that do not fit."""
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

@@ -13,7 +13,6 @@ from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
     check_frames,
-    check_not_expanded,
     check_sizes,
     classifier_free,
     guide,
@@ -21,6 +20,7 @@ from miles_rollout.pipelines.common import (
     refuse,
     stack,
 )
+from miles_rollout.pipelines.refusals import EXPANDED
 
 
 @final
@@ -52,13 +52,13 @@ class WanAdapter(PipelineAdapter):
     )
     scale_argument: ClassVar[str | None] = "guidance_scale"
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {"num_videos_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round, and its own expansion of prompts."""
         patch = (pipe.transformer or pipe.transformer_2).config.patch_size
         check_sizes(request, pipe.vae_scale_factor_spatial * max(patch[1:]), "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)
-        check_not_expanded(request, "num_videos_per_prompt")
         low = request.get("guidance_scale_2")
         if low is not None and request["guidance_scale"] <= 1:
             warnings.warn(

@@ -12,12 +12,12 @@ from torch import Tensor
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
-    check_not_expanded,
     check_sizes,
     decode_images,
     is_guided,
     two_blocks,
 )
+from miles_rollout.pipelines.refusals import EXPANDED
 
 
 @final
@@ -51,11 +51,11 @@ class ZImageAdapter(PipelineAdapter):
     scale_argument: ClassVar[str | None] = "guidance_scale"
     scale_off: ClassVar[float] = 0.0
     implied_negative: ClassVar[str | None] = ""
+    refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that do not fit, and the pipeline's own expansion of prompts."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
-        check_not_expanded(request)
         found = self.guidance(request)
         for name, off in (("cfg_normalization", 0.0), ("cfg_truncation", 1.0)):
             if not is_guided(found) and found[name] != off:

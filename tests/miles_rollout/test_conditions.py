@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from miles_rollout import RolloutParamsError, RolloutStateError
-from miles_rollout.conditions import CallRecorder, StreamState, check_no_dropout
+from miles_rollout.conditions import CallRecorder, StreamState, check_repeatable
 from miles_rollout.replay_calls import Conditions
 
 
@@ -169,9 +169,9 @@ def test_an_undeclared_axis_is_refused_and_never_guessed():
 def test_dropout_in_training_mode_is_refused():
     module = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.Dropout(0.0))
     with pytest.raises(RolloutStateError, match=r"transformer draws dropout masks.* got p=0.1"):
-        check_no_dropout("transformer", module)
-    check_no_dropout("transformer", module.eval())
-    check_no_dropout("transformer", torch.nn.Dropout(0.0))
+        check_repeatable("transformer", module)
+    check_repeatable("transformer", module.eval())
+    check_repeatable("transformer", torch.nn.Dropout(0.0))
 
 
 def test_a_row_is_cut_out_of_every_declared_block():
