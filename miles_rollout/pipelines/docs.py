@@ -28,8 +28,8 @@ name before the denoiser runs: no argument is dropped or corrected in silence.
 
 EVERYWHERE = """\
 For every model these are refused as well: a call without `generator=` or `latents=`, a second call in one
-scope, a height, width or frame count that the pipeline would round, dropout in training mode, a
-latent that a callback changes next to a stochastic step, and the caches below.
+scope, a height, width or frame count that the pipeline would round (MiniMax H3 warns of frames), dropout
+in training mode, a latent that a callback changes next to a stochastic step, and the caches below.
 """
 
 

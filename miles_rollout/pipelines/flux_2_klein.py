@@ -54,7 +54,7 @@ class Flux2KleinAdapter(TwoCallAdapter):
     inputs: ClassVar[frozenset[str]] = frozenset({"image"})
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse sizes that the pipeline would round, and its expansion of prompts."""
+        """Refuse sizes that the pipeline would round."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
         scale = request.get("guidance_scale", _DEFAULT_SCALE)
         if pipe.config.is_distilled and scale > 1 and scale != _DEFAULT_SCALE:

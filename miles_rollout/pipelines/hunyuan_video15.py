@@ -66,7 +66,7 @@ class HunyuanVideo15Adapter(PipelineAdapter):
     refused: ClassVar[Mapping[str, str]] = {"num_videos_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse rounded sizes, expanded prompts, and guiders that are not plain CFG throughout."""
+        """Refuse rounded sizes, and guiders that are not plain CFG throughout."""
         multiple = pipe.vae_scale_factor_spatial * pipe.transformer.config.patch_size
         check_sizes(request, multiple, "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)

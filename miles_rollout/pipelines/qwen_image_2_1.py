@@ -57,7 +57,7 @@ class QwenImage21Adapter(TwoCallAdapter):
     fixed: ClassVar[Mapping[str, Any]] = {"use_kv_cache": False}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse the cache, sizes that the pipeline would round, and its expansion of prompts."""
+        """Refuse the cache, and sizes that the pipeline would round."""
         if request.get("use_kv_cache", True) and pipe.transformer.config.causal_condition:
             refuse(
                 "a later denoiser call depends on a cache that the first one fills, so that "

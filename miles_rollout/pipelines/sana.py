@@ -50,7 +50,7 @@ class SanaAdapter(PipelineAdapter):
     refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse the pipeline's own expansion of prompts; it checks sizes itself."""
+        """Nothing more: the pipeline refuses sizes that do not fit."""
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

@@ -55,7 +55,7 @@ class WanAdapter(PipelineAdapter):
     refused: ClassVar[Mapping[str, str]] = {"num_videos_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse sizes that the pipeline would round, and its own expansion of prompts."""
+        """Refuse sizes that the pipeline would round."""
         patch = (pipe.transformer or pipe.transformer_2).config.patch_size
         check_sizes(request, pipe.vae_scale_factor_spatial * max(patch[1:]), "height", "width")
         check_frames(request, pipe.vae_scale_factor_temporal)

@@ -54,7 +54,7 @@ class ZImageAdapter(PipelineAdapter):
     refused: ClassVar[Mapping[str, str]] = {"num_images_per_prompt": EXPANDED}
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
-        """Refuse sizes that do not fit, and the pipeline's own expansion of prompts."""
+        """Refuse sizes that do not fit; warn of settings without effect."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
         found = self.guidance(request)
         for name, off in (("cfg_normalization", 0.0), ("cfg_truncation", 1.0)):

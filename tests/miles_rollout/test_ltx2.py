@@ -290,11 +290,11 @@ def test_a_step_of_a_modified_pipeline_runs(pipe):
         ({"num_frames": 8}, r"frames come in 2 n \+ 1.*got num_frames 8; set num_frames 7"),
         ({"num_frames": 0}, r"a frame count is a positive int; got 0; set num_frames"),
         ({"num_frames": True}, r"a frame count is a positive int; got True"),
-        ({"num_videos_per_prompt": 2}, r"one seed a row; got num_videos_per_prompt 2; repeat the"),
+        ({"num_videos_per_prompt": 2}, r"one seed a row; got num_videos_per_prompt 2; set it to 1"),
         ({"generator": None, "latents": torch.zeros(1)}, r"draws for both streams.*generator None"),
         (
             {"enable_prompt_enhancement": True},
-            r"seeds the global RNG.*got enable_prompt_enhancement True; pass an enhanced",
+            r"seeds the global RNG.*got enable_prompt_enhancement True; set it to False",
         ),
         (
             {"prompt": None, "prompt_embeds": torch.zeros(1), "audio_guidance_scale": 2.0},

@@ -8,10 +8,9 @@ import pytest
 
 from miles_rollout import RolloutParamsError, rollout
 from miles_rollout.families import class_name_of
-from miles_rollout.loading import TINY_PIPELINES
 from miles_rollout.pipelines import ADAPTERS, adapter_named
 from miles_rollout.pipelines.docs import render
-from tests.miles_rollout.models import load
+from tests.miles_rollout.models import MODELS, load
 from tests.miles_rollout.tiny import ODE
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -53,7 +52,7 @@ def other_than(default):
     return 2 if isinstance(default, int) else [0]
 
 
-@pytest.mark.parametrize("tiny", sorted(TINY_PIPELINES))
+@pytest.mark.parametrize("tiny", sorted(MODELS))
 def test_what_the_page_calls_refused_is_refused_by_its_words_before_anything_runs(tiny):
     name = class_name_of(tiny)
     adapter, parameters = adapter_of(name), signature_of(name)
@@ -65,12 +64,13 @@ def test_what_the_page_calls_refused_is_refused_by_its_words_before_anything_run
     ]
     try:
         for argument, reason in adapter.refused.items():
-            value = other_than(parameters[argument].default)
+            default = parameters[argument].default
+            value = other_than(default)
             with pytest.raises(RolloutParamsError) as found, rollout(pipe, ODE, [1]) as session:
                 pipe(prompt="a cat", generator=session.generators, **{argument: value})
             why, _, advice = reason.partition("; ")
-            expected = f"rollout: {why}; got {argument} {value}; {advice or 'leave it out'}"
-            assert str(found.value) == expected
+            advice = advice or f"set it to {default}"
+            assert str(found.value) == f"rollout: {why}; got {argument} {value}; {advice}"
     finally:
         for handle in handles:
             handle.remove()
