@@ -146,7 +146,7 @@ class FlowRolloutController:
             )
         assert self._emitted is not None
         rows, device = len(self.seeds), self._emitted[0].device
-        zero = torch.zeros(rows, device=device)
+        zero = torch.zeros(rows, dtype=torch.float32, device=device)
         log_probs = torch.stack([zero if p is None else p for p in self._log_probs], dim=1)
         self._check_finite(log_probs)
         if (
