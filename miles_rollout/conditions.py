@@ -7,15 +7,17 @@ not stored at all: a `StreamState` stands for it and is filled in from the traje
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 
+FnT = TypeVar("FnT", bound=Callable[..., Any])
 Tree = Any
 """Tensors, scalars, strings, None and StreamState in tuples, lists and dicts."""
 
@@ -107,6 +109,22 @@ def tensors_of(steps: StepCalls) -> list[Tensor]:
     return list(found.values())
 
 
+def without_graph(fn: FnT) -> FnT:
+    """Run ``fn`` without a graph, and outside of inference mode: its tensors could never be trained on.
+
+    In a pipeline that is so anyway, and entering the modes would cost more than a step's bookkeeping.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            return fn(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return fn(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 class CallRecorder:
     """Records the denoiser calls of a request's kept steps."""
 
@@ -126,9 +144,7 @@ class CallRecorder:
         self._fronts: dict[str, Tensor] = {}
         self._saw_tensor = False
 
-    # Tensors born in inference mode could never be trained on.
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_graph
     def record(self, step: int, module: str, args: tuple[Tree, ...], kwargs: Tree) -> None:
         """Snapshot one call of ``step``."""
         call = DenoiserCall(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from miles_rollout.conditions import version_of
+from miles_rollout.conditions import version_of, without_graph
 from miles_rollout.errors import RolloutParamsError, RolloutStateError
 from miles_rollout.noise import check_seeds, keyed_noise
 from miles_rollout.params import RolloutParams
@@ -71,7 +72,7 @@ class FlowRolloutController:
         self._sde_steps = frozenset(self.plan.sde_steps)
         self._place = {boundary: k for k, boundary in enumerate(self.plan.boundaries)}
         self._latents: Tensor | None = None
-        self._log_probs: list[Tensor] = []
+        self._log_probs: list[Tensor | None] = []
         self._debug: dict[str, list[Tensor]] = {}
         self._state: Tensor | None = None
         self._emitted: tuple[Tensor, int] | None = None
@@ -91,9 +92,7 @@ class FlowRolloutController:
             )
         self._mask = mask
 
-    # Tensors born in inference mode could never be trained on.
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_graph
     def transition(
         self,
         velocity: Float[Tensor, "batch ..."],
@@ -137,8 +136,7 @@ class FlowRolloutController:
             self._live = emitted[self._mask]
         return emitted
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
+    @without_graph
     def trajectory(self) -> StreamTrajectory:
         """What was recorded. Raises ``RolloutStateError`` before the last step, or after a NaN."""
         if not self.done:
@@ -146,18 +144,19 @@ class FlowRolloutController:
                 f"rollout: stream {self.stream!r} was interrupted after {self.next_step} of "
                 f"{self.plan.num_steps} steps; got no complete trajectory; run the whole loop"
             )
-        log_probs = torch.stack(self._log_probs, dim=1)
+        assert self._emitted is not None
+        rows, device = len(self.seeds), self._emitted[0].device
+        zero = torch.zeros(rows, dtype=torch.float32, device=device)
+        log_probs = torch.stack([zero if p is None else p for p in self._log_probs], dim=1)
         self._check_finite(log_probs)
         if (
             self._mask is not None
             and self._latents is not None
             and self.plan.num_steps in self._place
         ):
-            assert self._emitted is not None
             final = self._latents[:, self._place[self.plan.num_steps]]
             final.copy_(torch.where(self._mask, final, self._emitted[0]))
-        rows = len(self.seeds)
-        num_elements = torch.full((rows,), self._numel, device=log_probs.device)
+        num_elements = torch.full((rows,), self._numel, device=device)
         if self._mask is not None:
             num_elements = self._mask.flatten(1).sum(1)
         return StreamTrajectory(
@@ -211,7 +210,7 @@ class FlowRolloutController:
             ).next_sample
         else:
             next_x = ode(velocity.to(torch.float32) if keeps_float32 else velocity, x)
-        self._log_probs.append(torch.zeros(len(x), dtype=torch.float32, device=x.device))
+        self._log_probs.append(None)
         if self.params.debug:
             std = torch.zeros(len(x), *[1] * (x.ndim - 1), device=x.device)
             self._keep_debug(velocity=velocity, mean=next_x, std=std, noise=torch.zeros_like(x))
@@ -223,14 +222,15 @@ class FlowRolloutController:
 
     def _capture(self, boundary: int, state: Tensor) -> None:
         """Copy a kept state to its place in [B, K, ...]; the widest dtype that occurs wins."""
-        self._numel = state[0].numel()
+        self._numel = state.numel() // len(state)
         if boundary not in self._place:
             return
         if self._latents is None:
             shape = (len(state), len(self._place), *state.shape[1:])
             self._latents = torch.empty(shape, dtype=state.dtype, device=state.device)
-        widest = torch.promote_types(self._latents.dtype, state.dtype)
-        self._latents = self._latents.to(widest)
+        elif self._latents.dtype != state.dtype:
+            widest = torch.promote_types(self._latents.dtype, state.dtype)
+            self._latents = self._latents.to(widest)
         self._latents[:, self._place[boundary]] = state
 
     def _check_finite(self, log_probs: Tensor) -> None:
@@ -302,7 +302,7 @@ def _check_schedule(
             f"{tuple(timesteps.shape)} for {tuple(sigmas.shape)}",
             "[T + 1] of both",
         )
-    if not (torch.isfinite(sigmas).all() and torch.isfinite(timesteps).all()):
+    if not all(map(math.isfinite, [*sigmas.tolist(), *timesteps.tolist()])):
         _refuse(stream, "a schedule is finite", sigmas.tolist(), "the scheduler's own sigmas")
     if velocity_sign not in (1, -1):
         _refuse(
@@ -335,7 +335,7 @@ def controller_for(
 
     Raises ``RolloutParamsError`` for a scheduler whose steps have no density, if one is needed.
     """
-    if params.plan(scheduler.sigmas, stream).sde_steps:
+    if not params.is_deterministic and params.plan(scheduler.sigmas, stream).sde_steps:
         check_stochastic(scheduler)
     convention = convention_of(scheduler)
     timesteps = scheduler.timesteps.detach().cpu().float()

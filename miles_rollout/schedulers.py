@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -21,6 +21,7 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
 )
+from diffusers.configuration_utils import FrozenDict
 from diffusers.schedulers.scheduling_utils import SchedulerOutput
 from torch import Tensor
 
@@ -72,19 +73,25 @@ class Convention:
     """A step depends on earlier ones, so that it cannot follow a stochastic one."""
 
 
-def _is_minimax_h3(scheduler: Any) -> bool:
+def _is_minimax_h3(scheduler_class: Any) -> bool:
     """By name: a diffusers that is too old for MiniMax H3 must still run the other models."""
-    return any(cls.__name__ == "MiniMaxH3Scheduler" for cls in type(scheduler).__mro__)
+    return any(cls.__name__ == "MiniMaxH3Scheduler" for cls in scheduler_class.__mro__)
 
 
 def convention_of(scheduler: Any) -> Convention:
     """The convention of a scheduler's class."""
-    if _is_minimax_h3(scheduler):  # predicts x0 - noise, and its clock is 1 - sigma
+    return _convention_of_class(type(scheduler))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _convention_of_class(scheduler_class: Any) -> Convention:
+    if _is_minimax_h3(scheduler_class):  # predicts x0 - noise, and its clock is 1 - sigma
         return Convention(velocity_sign=-1.0, terminal_timestep=1.0, emits_velocity_dtype=False)
-    if isinstance(scheduler, (DPMSolverMultistepScheduler, UniPCMultistepScheduler)):
-        casts = isinstance(scheduler, DPMSolverMultistepScheduler)
+    if issubclass(scheduler_class, (DPMSolverMultistepScheduler, UniPCMultistepScheduler)):
+        casts = issubclass(scheduler_class, DPMSolverMultistepScheduler)
         return Convention(emits_velocity_dtype=casts, has_memory=True)
-    return Convention(emits_velocity_dtype=isinstance(scheduler, FlowMatchEulerDiscreteScheduler))
+    casts = issubclass(scheduler_class, FlowMatchEulerDiscreteScheduler)
+    return Convention(emits_velocity_dtype=casts)
 
 
 def check_stochastic(scheduler: Any) -> None:
@@ -104,7 +111,7 @@ def check_stochastic(scheduler: Any) -> None:
         if str(config.get("algorithm_type", "")).startswith("sde"):
             _refuse(f"{name} adds noise of its own", f"algorithm_type={config.algorithm_type!r}")
     elif not isinstance(scheduler, FlowMatchEulerDiscreteScheduler) and not _is_minimax_h3(
-        scheduler
+        type(scheduler)
     ):
         _refuse(f"{name} has no Markov step with a density", name)
     for option in ("stochastic_sampling", "invert_sigmas"):
@@ -130,9 +137,18 @@ def accept_transition(scheduler: SchedulerT, observer: Observer | None = None) -
     base: Any = type(scheduler)
     plugged = base if "_rollout_observer" in vars(scheduler) else _plugged(base)
     duplicate: Any = object.__new__(plugged)
-    vars(duplicate).update(copy.deepcopy(vars(scheduler)))
+    vars(duplicate).update({name: _copied(value) for name, value in vars(scheduler).items()})
     vars(duplicate)["_rollout_observer"] = observer
     return duplicate
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy, without its detours for what a scheduler mostly holds: a config is never changed."""
+    if value is None or isinstance(value, (bool, int, float, str, FrozenDict)):
+        return value
+    if type(value) is Tensor and not value.requires_grad:
+        return value.clone()
+    return copy.deepcopy(value)
 
 
 @functools.cache
@@ -140,6 +156,7 @@ def _plugged(base: Any) -> type:
     """The subclass of a scheduler class; it keeps the name, so that a config names the stock one."""
     own_step, own_schedule = base.step, base.set_timesteps
     step_signature = inspect.signature(own_step)
+    named = _named_arguments(step_signature)
 
     def step(self: Any, *args: Any, transition: Transition | None = None, **kwargs: Any) -> Any:
         observer = vars(self).get("_rollout_observer")
@@ -147,10 +164,9 @@ def _plugged(base: Any) -> type:
             transition = observer.transition_of(self)
         if transition is None:
             return own_step(self, *args, **kwargs)
-        call = step_signature.bind(self, *args, **kwargs)
-        call.apply_defaults()
-        next_sample = _take(self, own_step, call, transition)
-        if not call.arguments["return_dict"]:
+        arguments = named((self, *args), kwargs)
+        next_sample = _take(self, own_step, arguments, transition)
+        if not arguments["return_dict"]:
             return (next_sample,)
         return SchedulerOutput(prev_sample=next_sample)
 
@@ -192,6 +208,34 @@ def _plugged(base: Any) -> type:
     )
 
 
+def _named_arguments(
+    signature: inspect.Signature,
+) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    """What makes (args, kwargs) into a value for each name, with the defaults.
+
+    ``Signature.bind`` costs as much as a step of a small sample, so it only gets the calls that are
+    not plainly right: it then raises, or knows better.
+    """
+    parameters = signature.parameters
+    names = tuple(parameters)
+    empty = inspect.Parameter.empty
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not empty}
+    rest = [name for name, p in parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD]
+
+    def named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        twice = not kwargs.keys().isdisjoint(names[: len(args)])
+        if rest or twice or len(args) > len(names) or len(arguments) != len(names):
+            call = signature.bind(*args, **kwargs)
+            call.apply_defaults()
+            arguments = dict(call.arguments)
+            for name in rest:
+                arguments.update(arguments.pop(name))
+        return arguments
+
+    return named
+
+
 def _index_of(scheduler: Any, timestep: Any) -> int:
     """The step that a scheduler is about to take."""
     if scheduler.step_index is None and hasattr(scheduler, "_init_step_index"):
@@ -204,10 +248,9 @@ def _index_of(scheduler: Any, timestep: Any) -> int:
 
 
 def _take(
-    scheduler: Any, own_step: Any, call: inspect.BoundArguments, transition: Transition
+    scheduler: Any, own_step: Any, arguments: Mapping[str, Any], transition: Transition
 ) -> Tensor:
     """Take one step by ``transition`` and leave the scheduler's counter one further."""
-    arguments = call.arguments
     timestep, sample = arguments["timestep"], arguments["sample"]
     velocity = arguments["model_output"]
     if arguments.get("per_token_timesteps") is not None:
@@ -221,10 +264,9 @@ def _take(
     index = _index_of(scheduler, timestep)
 
     def ode(velocity: Tensor, sample: Tensor) -> Tensor:
-        call.arguments.update(model_output=velocity, sample=sample, return_dict=False)
-        return own_step(*call.args, **call.kwargs)[0]
+        given = {"model_output": velocity, "sample": sample, "return_dict": False}
+        return own_step(**{**arguments, **given})[0]
 
-    return_dict = arguments["return_dict"]
     emits_velocity_dtype = convention_of(scheduler).emits_velocity_dtype
     next_sample = transition(
         velocity,
@@ -233,6 +275,5 @@ def _take(
         ode=ode,
         out_dtype=velocity.dtype if emits_velocity_dtype else sample.dtype,
     )
-    arguments["return_dict"] = return_dict
     scheduler._step_index = index + 1
     return next_sample

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -50,6 +51,18 @@ def swapped_scheduler(pipe: Any, name: str, observer: Observer) -> Iterator[Any]
 def observed_call(pipe: Any, observe: Callable[[dict[str, Any]], None]) -> Iterator[None]:
     """Show ``observe`` the arguments of ``pipe(...)``, by a subclass that only looks at them."""
     original = type(pipe)
+    vars(pipe)["_observe"] = observe
+    pipe.__class__ = _observed(original)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        pipe.__class__ = original
+        del vars(pipe)["_observe"]
+
+
+@functools.cache
+def _observed(original: Any) -> Any:
+    """The subclass, once a class: making it and reading its signature cost more than a step."""
     signature = inspect.signature(original.__call__)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,13 +70,9 @@ def observed_call(pipe: Any, observe: Callable[[dict[str, Any]], None]) -> Itera
         bound.apply_defaults()
         arguments = dict(bound.arguments)
         arguments.update(arguments.pop("kwargs", {}))
-        observe({k: v for k, v in arguments.items() if k != "self"})
+        vars(self)["_observe"]({k: v for k, v in arguments.items() if k != "self"})
         return original.__call__(self, *args, **kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
     names = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")}
-    pipe.__class__ = type(original.__name__, (original,), {**names, "__call__": call})
-    try:
-        yield
-    finally:
-        pipe.__class__ = original
+    return type(original.__name__, (original,), {**names, "__call__": call})

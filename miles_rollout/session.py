@@ -150,10 +150,13 @@ class RolloutSession:
     ) -> Tensor:
         """The rows of one sample are a batch of one, but for the scheduler's own update."""
 
-        def own(velocity: Tensor, sample: Tensor) -> Tensor:
-            return ode(velocity[0], sample[0])[None]
+        batch, x = velocity[None], sample[None]
 
-        return self._transition(name, velocity[None], sample[None], ode=own, **how)[0]
+        def own(v: Tensor, state: Tensor) -> Tensor:
+            rows = (velocity if v is batch else v[0], sample if state is x else state[0])
+            return ode(*rows)[None]
+
+        return self._transition(name, batch, x, ode=own, **how)[0]
 
     def _records(self, step: int) -> bool:
         """The calls of ``step`` are kept: some stream is stochastic there, with both its states."""

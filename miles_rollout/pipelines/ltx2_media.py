@@ -50,8 +50,10 @@ def _video_latents(pipe: Any, video: Tensor, request: Mapping[str, Any]) -> Tens
         pipe.transformer_temporal_patch_size,
     )
     vae = pipe.vae
+    # That of the prompts; without their encoder, that of the denoiser which takes them.
+    dtype = (pipe.text_encoder or pipe.transformer).dtype
     return pipe._denormalize_latents(
-        unpacked.to(pipe.text_encoder.dtype),
+        unpacked.to(dtype),
         vae.latents_mean,
         vae.latents_std,
         vae.config.scaling_factor,

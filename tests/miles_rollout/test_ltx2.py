@@ -7,6 +7,7 @@ import torch
 from diffusers import LTX2ConditionPipeline, LTX2ImageToVideoPipeline, LTX2Pipeline
 
 from miles_rollout import RolloutEngine, RolloutParams, RolloutParamsError, rollout
+from miles_rollout.loading import load_pipeline
 from miles_rollout.pipelines import REFUSED
 from miles_rollout.pipelines.generic import GenericAdapter
 from miles_rollout.sample_request import SampleRequest
@@ -254,6 +255,17 @@ def test_media_are_those_of_the_stock_call(dtype):
     states = {name: s.latent(STEPS) for name, s in batch.trajectory.streams.items()}
     again = engine.decode(states, **batch.trajectory.request)
     for one, other in zip(again, batch.media, strict=True):
+        assert torch.equal(one.video, other.video)
+        assert torch.equal(one.audio, other.audio)
+
+
+def test_media_are_the_same_after_the_text_encoder_has_left():
+    engine = RolloutEngine(load_pipeline("tiny-ltx2", torch.bfloat16))
+    (first,) = engine.generate(PROMPTS, 1, ODE, seed=5, **SIZE)
+    engine.drop_text_encoders()
+    (again,) = engine.generate(PROMPTS, 1, ODE, seed=5, **SIZE)
+    assert engine.pipe.text_encoder is None
+    for one, other in zip(first.media, again.media, strict=True):
         assert torch.equal(one.video, other.video)
         assert torch.equal(one.audio, other.audio)
 
