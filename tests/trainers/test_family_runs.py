@@ -1,4 +1,4 @@
-"""One iteration of training on each of the text-to-image and text-to-video families."""
+"""One iteration of training on each of the families that text alone drives."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +20,19 @@ FAMILIES = {
     "tiny-z-image": ("rollout.guidance_scale=3",),
     "tiny-sana": ("rollout.guidance_scale=3", "rollout.sampling={use_resolution_binning: false}"),
     "tiny-hunyuan-video-1-5": (*VIDEO, "rollout.negative_prompt=x"),
+    "tiny-ltx2": (
+        "rollout.num_frames=9",
+        "rollout.guidance_scale=3",
+        "rollout.negative_prompt=x",
+        "rollout.sampling={frame_rate: 24.0, spatio_temporal_guidance_blocks: [1]}",
+    ),
+    "tiny-cosmos3": (
+        "rollout.num_frames=5",
+        "rollout.guidance_scale=3",
+        "rollout.negative_prompt=x",
+        "rollout.sampling={enable_sound: true}",
+        "model.lora={rank: 2, alpha: 4, targets: [add_q_proj, add_v_proj]}",
+    ),
 }
 
 
