@@ -13,7 +13,7 @@ demo: .venv/ready
 		output_dir=runs/demo-$$(date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 check: .venv/ready
 	$(BIN)/ruff format --check .

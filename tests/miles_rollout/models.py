@@ -274,8 +274,13 @@ for case, inputs in (("keyframes", tiny_h3.keyframes), ("references", tiny_h3.re
     MODELS[f"tiny-minimax-h3-{case}"] = replace(
         MODELS["tiny-minimax-h3"], pipeline="tiny-minimax-h3", inputs=inputs
     )
+# One worker a pipeline, so that each is built once.
 CASES = [
-    pytest.param((name, cfg), id=f"{name}-{'cfg' if cfg else 'plain'}")
+    pytest.param(
+        (name, cfg),
+        id=f"{name}-{'cfg' if cfg else 'plain'}",
+        marks=pytest.mark.xdist_group(model.pipeline or name),
+    )
     for name, model in MODELS.items()
     for cfg in ([False] if model.guided is None else [False, True])
 ]
