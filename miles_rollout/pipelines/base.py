@@ -70,7 +70,8 @@ class PipelineAdapter(ABC):
     prepared_for: ClassVar[frozenset[str]] = frozenset()
     """Sampling arguments that ``prepare`` reads."""
     fixed: ClassVar[Mapping[str, Any]] = {}
-    """Pipeline arguments without which a call cannot be rolled out; ``collate`` gives them, too."""
+    """Pipeline arguments in place of its defaults, which ``collate`` gives too: without some a call
+    cannot be rolled out, and others turn off what was not asked for."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
