@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "miles_rollout/__init__.py").read_text())
+SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27"]  # rewards behind HTTP
 VIDEO = "av>=14.0"  # PyAV, to write videos: only runs of video models need it
 
 setup(
@@ -29,6 +30,7 @@ setup(
         "numpy>=2.0",
         "pillow>=10.4",
         "pydantic>=2.12",
+        "packaging>=23",
         "pyyaml>=6.0.1",
         "tqdm>=4.66",
         "wandb>=0.20",
@@ -46,8 +48,11 @@ setup(
             "jaxtyping>=0.3",
             "beartype>=0.20",
             VIDEO,
+            *SERVE,
         ],
         "video": [VIDEO],
+        "remote": ["httpx>=0.27"],
+        "serve": SERVE,
     },
     classifiers=[
         "Programming Language :: Python :: 3.10",

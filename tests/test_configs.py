@@ -7,6 +7,7 @@ from trainers.config import TrainConfig
 from trainers.config_loader import load, to_yaml
 from trainers.data import load_prompts
 from trainers.dry_run import describe
+from trainers.model_sizes import measure
 from trainers.windows import RandomWindow
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,3 +127,30 @@ def _has_the_published_h3_model(config: TrainConfig) -> None:
     assert model.gradient_checkpointing
     assert model.lora is not None
     assert (model.lora.rank, model.lora.alpha, len(model.lora.targets)) == (64, 128.0, 6)
+
+
+def test_the_public_recipe_of_ltx_2_is_as_published() -> None:
+    config = load(TrainConfig, ["configs/ltx2/t2v_video_only.yaml"])
+    rollout = config.rollout
+    assert (rollout.num_samples, rollout.group_size, rollout.rows) == (64, 8, 1)
+    assert (rollout.height, rollout.width, rollout.num_frames) == (512, 768, 57)
+    assert rollout.sampling["frame_rate"] == 24.0
+    assert (rollout.sde_type, rollout.sde_streams) == ("cps", ("video",))
+    assert {rollout.window.choose(i, 10, config.seed)[0] for i in range(200)} == set(range(7))
+    assert config.algorithm.clip_range == 1e-5
+    sizes = measure(config)
+    assert sizes is not None
+    assert (sizes.branches, list(sizes.denoisers)) == (1, ["transformer"]), "unguided"
+
+
+def test_the_public_recipe_of_cosmos3_is_as_published() -> None:
+    config = load(TrainConfig, ["configs/cosmos3/nano_t2i.yaml"])
+    rollout = config.rollout
+    assert (rollout.group_size, rollout.rows, rollout.num_frames) == (16, 1, 1)
+    assert (rollout.width, rollout.height) == (832, 480)
+    windows = {rollout.window.choose(i, 16, config.seed) for i in range(50)}
+    assert windows == {(3, 4), (4, 5), (5, 6)}
+    assert config.model.lora is not None
+    # The generating half of the attention, and nothing of the understanding one.
+    names = {target.rpartition(".")[2] for target in config.model.lora.targets}
+    assert names == {"add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"}

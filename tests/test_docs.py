@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ from tests.miles_rollout.models import MODELS
 from trainers.config import TrainConfig
 from trainers.config_docs import render, undocumented
 from trainers.config_loader import ConfigError, load, to_tree, to_yaml
+from trainers.rewards import REWARDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -197,6 +199,9 @@ def test_commands_of_a_page_exist_and_their_configs_load(page, monkeypatch):
             assert any(name.endswith(paths[1]) for name in MODELS), line
         elif words[2] == "miles_rollout.check":
             check_pipeline_name(paths[0])
+        elif words[2].startswith("trainers.rewards."):
+            assert importlib.util.find_spec(words[2]), line
+            assert paths[0] in REWARDS, line
         else:
             assert words[2] == "recipes.grpo_qwen_image", line
             load(TrainConfig, paths, [word for word in sources if "=" in word])

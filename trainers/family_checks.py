@@ -84,7 +84,7 @@ def check_request(rollout: RolloutConfig, evaluation: EvalConfig, engine: Rollou
     declared = inspect.signature(type(pipe).__call__).parameters
     defaults = {n: p.default for n, p in declared.items() if p.default is not p.empty}
     call = {"prompt": ["a prompt"], "generator": torch.Generator()}
-    base = {**defaults, **adapter.fixed, **call}
+    base = {**defaults, **adapter.fixed, **_unguided(rollout, adapter), **call}
     for key, points in (
         ("rollout", rollout.num_inference_steps),
         ("eval", evaluation.num_inference_steps),
@@ -114,6 +114,23 @@ def _check_arguments(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
         _refuse(key, "this pipeline takes no such argument", value, f"{hint}; {_listed(known)}")
 
 
+def _unguided(rollout: RolloutConfig, adapter: PipelineAdapter) -> dict[str, Any]:
+    """What the engine gives where no guidance is asked for, whatever the pipeline's defaults are."""
+    argument = adapter.scale_argument
+    asked = _scale(rollout, adapter) > adapter.scale_off and adapter.implied_negative is not None
+    if argument is None or asked or rollout.negative_prompt is not None:
+        return {}
+    return {argument: adapter.scale_off, **dict.fromkeys(adapter.more_scale_arguments)}
+
+
+def _scale(rollout: RolloutConfig, adapter: PipelineAdapter) -> float:
+    """The largest scale of guidance that is asked for."""
+    given = rollout.arguments()
+    names = (adapter.scale_argument or "", *adapter.more_scale_arguments)
+    scales = [value for n in names if (value := given.get(n)) is not None]
+    return max(scales, default=adapter.scale_off)
+
+
 def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
     argument = adapter.scale_argument
     if argument is None:
@@ -129,7 +146,7 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
     if argument not in adapter.sampling and argument not in given:
         return  # guided by a component of the pipeline
     off = adapter.scale_off
-    scale = max(given.get(n, off) for n in (argument, *adapter.more_scale_arguments))
+    scale = _scale(rollout, adapter)
     if scale <= off and rollout.negative_prompt is not None:
         _refuse(
             "negative_prompt",

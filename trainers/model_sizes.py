@@ -15,14 +15,19 @@ import torch
 from diffusers import ModularPipeline
 from torch import nn
 
-from miles_rollout import RolloutEngine
-from miles_rollout.families import class_name_of
+from miles_rollout import RolloutEngine, RolloutTrajectory
+from miles_rollout.families import class_name_of, find_adapter
 from miles_rollout.loading import TINY_PIPELINES, load_pipeline
-from miles_rollout.pipelines import PipelineAdapter, adapter_for_class
+from miles_rollout.pipelines import PipelineAdapter, adapter_for, adapter_for_class
 from trainers.config import TrainConfig
 from trainers.evaluation import DETERMINISTIC
 
-_RELEASED_SIZES = ("FluxPipeline", "MiniMaxH3ModularPipeline", "QwenImagePipeline")
+_RELEASED_SIZES = (
+    "FluxPipeline",
+    "LTX2Pipeline",
+    "MiniMaxH3ModularPipeline",
+    "QwenImagePipeline",
+)
 """Families whose classes have the released model's sizes as their defaults."""
 
 
@@ -62,32 +67,21 @@ def measure(config: TrainConfig) -> ModelSizes | None:
     return ModelSizes(
         denoisers=_trained(config, modules, adapter),
         latents=adapter.latent_elements(modules, request),
-        branches=_branches(config, adapter, request),
+        branches=_branches(config, adapter),
         source=str(folder) if folder.is_dir() else f"sizes of the released {folder.name}",
     )
 
 
 def _of_tiny(config: TrainConfig) -> ModelSizes:
     """It is here, so its latents are measured, by one sample of two steps."""
-    name, rollout = config.model.pipeline, config.rollout
+    name = config.model.pipeline
     pipe = load_pipeline(name)
-    engine = RolloutEngine(pipe)
-    adapter = engine.adapter
-    (batch,) = engine.generate(
-        ["a prompt"],
-        1,
-        DETERMINISTIC,
-        seed=0,
-        decode=False,
-        negative_prompt=rollout.negative_prompt,
-        inputs=[adapter.sample_inputs(pipe)],
-        **rollout.arguments(2),
-    )
-    streams = batch.trajectory.streams.items()
+    adapter = adapter_for(pipe)
+    trajectory = _one_sample(pipe, config, {})
     return ModelSizes(
         denoisers=_trained(config, pipe.components, adapter),
-        latents={stream: int(held.num_elements[0]) for stream, held in streams},
-        branches=_branches_of(adapter, batch.trajectory.guidance),
+        latents={stream: int(held.num_elements[0]) for stream, held in trajectory.streams.items()},
+        branches=_branches_of(adapter, trajectory.guidance),
         source=name,
     )
 
@@ -99,13 +93,33 @@ def _trained(
     return {n: m for n in wanted if isinstance(m := modules.get(n), nn.Module)}
 
 
-def _branches(config: TrainConfig, adapter: PipelineAdapter, request: Mapping[str, Any]) -> int:
-    rollout, argument = config.rollout, adapter.scale_argument
-    given = {**request, "negative_prompt": rollout.negative_prompt}
-    scale = rollout.arguments().get(argument or "", 1.0)
-    if rollout.negative_prompt is None and (adapter.implied_negative is None or scale <= 1):
-        given[argument or ""] = 1.0  # the engine never guides by a pipeline's default alone
-    return _branches_of(adapter, adapter.guidance(given))
+def _branches(config: TrainConfig, adapter: PipelineAdapter) -> int:
+    """By the family's tiny pipeline, with the same guidance: the engine turns off what is not asked."""
+    rollout = config.rollout
+    name = next((n for n in TINY_PIPELINES if type(find_adapter(n)) is type(adapter)), None)
+    if name is None:
+        return 1 if rollout.negative_prompt is None else 2
+    pipe = load_pipeline(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings that the tiny one is too small for
+        trajectory = _one_sample(pipe, config, adapter.small_request(pipe))
+    return _branches_of(adapter, trajectory.guidance)
+
+
+def _one_sample(pipe: Any, config: TrainConfig, instead: Mapping[str, Any]) -> RolloutTrajectory:
+    """Two steps of one sample as configured, but for the arguments ``instead``."""
+    engine = RolloutEngine(pipe)
+    (batch,) = engine.generate(
+        ["a prompt"],
+        1,
+        DETERMINISTIC,
+        seed=0,
+        decode=False,
+        negative_prompt=config.rollout.negative_prompt,
+        inputs=[engine.adapter.sample_inputs(pipe)],
+        **config.rollout.arguments(2) | dict(instead),
+    )
+    return batch.trajectory
 
 
 def _branches_of(adapter: PipelineAdapter, guidance: Mapping[str, float | bool]) -> int:

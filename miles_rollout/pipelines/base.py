@@ -73,7 +73,8 @@ class PipelineAdapter(ABC):
     """Pipeline argument -> why no call may give it, then "; " and what to do instead of leaving it
     out. Told in the message and in ``docs/models.md``."""
     fixed: ClassVar[Mapping[str, Any]] = {}
-    """Pipeline arguments without which a call cannot be rolled out; ``collate`` gives them, too."""
+    """Pipeline arguments in place of its defaults, which ``collate`` gives too: without some a call
+    cannot be rolled out, and others turn off what was not asked for."""
 
     @abstractmethod
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:

@@ -64,6 +64,12 @@ class LTX2Adapter(PipelineAdapter):
             "and pass an enhanced prompt"
         ),
     }
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "stg_scale": 0.0,
+        "audio_stg_scale": None,  # as the video's
+        "modality_scale": 1.0,
+        "audio_modality_scale": None,
+    }
 
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse what the pipeline would round, draw without a seed, or not tell."""
@@ -132,11 +138,8 @@ class LTX2Adapter(PipelineAdapter):
     ) -> dict[str, Any]:
         """Padded on the left. Perturbed and isolated calls are made where their scales are given."""
         arguments: dict[str, Any] = {
+            **self.fixed,
             **_padded(encodings, ""),
-            "stg_scale": 0.0,
-            "audio_stg_scale": None,  # as the video's
-            "modality_scale": 1.0,
-            "audio_modality_scale": None,
         }
         if negatives is not None:
             return arguments | _padded(negatives, "negative_")

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import diffusers
+from packaging.version import Version
 
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.testing.qwen_image import tiny_qwen_image
@@ -49,29 +50,25 @@ __all__ = [
 
 class _Lazy(NamedTuple):
     module: str
-    needs: str
-    """A class of diffusers without which the family cannot be imported."""
     since: str
-    """The first diffusers that has it."""
+    """The first diffusers that has the family as it is used here."""
 
 
 _LAZY = {
-    "tiny_cosmos3": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
-    "tiny_cosmos3_distilled": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
-    "tiny_cosmos3_modular": _Lazy("cosmos3", "Cosmos3DistilledBlocks", "0.42.0"),
-    "tiny_flux": _Lazy("flux", "FluxPipeline", "0.30.0"),
-    "tiny_hunyuan_video15": _Lazy("hunyuan_video15", "HunyuanVideo15Pipeline", "0.36.0"),
-    "tiny_ltx2": _Lazy("ltx2", "LTX2Pipeline", "0.42.1"),
-    "tiny_minimax_h3": _Lazy("minimax_h3", "MiniMaxH3Scheduler", "0.40.0"),
-    "tiny_sana": _Lazy("sana", "SanaPipeline", "0.32.0"),
-    "tiny_flux_2_klein": _Lazy("flux_2_klein", "Flux2KleinPipeline", "0.37.0"),
-    "tiny_qwen_image_2_1": _Lazy("qwen_image_2_1", "QwenImage21Pipeline", "0.41.0"),
-    "tiny_qwen_image_edit_plus": _Lazy(
-        "qwen_image_edit_plus", "QwenImageEditPlusPipeline", "0.36.0"
-    ),
-    "tiny_sd3": _Lazy("sd3", "StableDiffusion3Pipeline", "0.29.0"),
-    "tiny_wan": _Lazy("wan", "WanPipeline", "0.33.0"),
-    "tiny_z_image": _Lazy("z_image", "ZImagePipeline", "0.36.0"),
+    "tiny_cosmos3": _Lazy("cosmos3", "0.42.0"),
+    "tiny_cosmos3_distilled": _Lazy("cosmos3", "0.42.0"),
+    "tiny_cosmos3_modular": _Lazy("cosmos3", "0.42.0"),
+    "tiny_flux": _Lazy("flux", "0.30.0"),
+    "tiny_flux_2_klein": _Lazy("flux_2_klein", "0.37.0"),
+    "tiny_hunyuan_video15": _Lazy("hunyuan_video15", "0.36.0"),
+    "tiny_ltx2": _Lazy("ltx2", "0.42.1"),
+    "tiny_minimax_h3": _Lazy("minimax_h3", "0.40.0"),
+    "tiny_qwen_image_2_1": _Lazy("qwen_image_2_1", "0.41.0"),
+    "tiny_qwen_image_edit_plus": _Lazy("qwen_image_edit_plus", "0.36.0"),
+    "tiny_sana": _Lazy("sana", "0.32.0"),
+    "tiny_sd3": _Lazy("sd3", "0.29.0"),
+    "tiny_wan": _Lazy("wan", "0.33.0"),
+    "tiny_z_image": _Lazy("z_image", "0.36.0"),
 }
 
 
@@ -83,9 +80,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     lazy = _LAZY[name]
-    if not hasattr(diffusers, lazy.needs):
+    if Version(diffusers.__version__) < Version(lazy.since):
         raise RolloutParamsError(
-            f"{name}: this diffusers has no {lazy.needs}; got diffusers {diffusers.__version__}; "
-            f"install diffusers>={lazy.since}"
+            f"{name}: this diffusers is too old for the family; got {diffusers.__version__}; install "
+            f"diffusers>={lazy.since}"
         )
     return getattr(importlib.import_module(f"{__name__}.{lazy.module}"), name)
