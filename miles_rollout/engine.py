@@ -6,7 +6,6 @@ each distinct prompt once, and knows nothing of rewards or losses.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -14,6 +13,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from miles_rollout.call_signature import call_defaults
 from miles_rollout.conditions import DenoiserCall, check_reachable, check_repeatable
 from miles_rollout.encodings import Encodings
 from miles_rollout.errors import RolloutParamsError
@@ -167,12 +167,10 @@ class RolloutEngine:
     def _scales(self, sampling: Mapping[str, Any]) -> dict[str, float | int | None]:
         """The largest guidance scale that was given, and the largest default of the others."""
         names = (self.adapter.scale_argument or "", *self.adapter.more_scale_arguments)
-        declared = inspect.signature(type(self.pipe).__call__).parameters
+        declared = call_defaults(type(self.pipe))
         given = [sampling[name] for name in names if sampling.get(name) is not None]
         defaults = [
-            declared[name].default
-            for name in names
-            if sampling.get(name) is None and name in declared
+            declared[name] for name in names if sampling.get(name) is None and name in declared
         ]
         return {"scale": max(given, default=None), "default": max(defaults, default=None)}
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from miles_rollout.call_signature import named_arguments
 from miles_rollout.errors import RolloutStateError
 from miles_rollout.schedulers import Observer, accept_transition
 
@@ -63,16 +64,11 @@ def observed_call(pipe: Any, observe: Callable[[dict[str, Any]], None]) -> Itera
 @functools.cache
 def _observed(original: Any) -> Any:
     """The subclass, once a class: making it and reading its signature cost more than a step."""
-    signature = inspect.signature(original.__call__)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        arguments = dict(bound.arguments)
-        arguments.update(arguments.pop("kwargs", {}))
-        vars(self)["_observe"]({k: v for k, v in arguments.items() if k != "self"})
+        vars(self)["_observe"](named_arguments(original, args, kwargs))
         return original.__call__(self, *args, **kwargs)
 
-    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(original.__call__)  # type: ignore[attr-defined]
     names = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")}
     return type(original.__name__, (original,), {**names, "__call__": call})

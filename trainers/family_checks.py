@@ -8,7 +8,6 @@ read, or else when it has been loaded and before a prompt is encoded.
 from __future__ import annotations
 
 import difflib
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -16,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from miles_rollout import RolloutEngine
+from miles_rollout.call_signature import call_defaults
 from miles_rollout.pipelines import GenericAdapter, PipelineAdapter
 from trainers.config_loader import ConfigError
 from trainers.rollout_config import OWN_KEYS, EvalConfig, RolloutConfig
@@ -81,8 +81,7 @@ def check_family(
 def check_request(rollout: RolloutConfig, evaluation: EvalConfig, engine: RolloutEngine) -> None:
     """What only a loaded pipeline can refuse, such as a size, before a prompt is encoded."""
     pipe, adapter = engine.pipe, engine.adapter
-    declared = inspect.signature(type(pipe).__call__).parameters
-    defaults = {n: p.default for n, p in declared.items() if p.default is not p.empty}
+    defaults = call_defaults(type(pipe))
     call = {"prompt": ["a prompt"], "generator": torch.Generator()}
     base = {**defaults, **adapter.fixed, **_unguided(rollout, adapter), **call}
     for key, points in (

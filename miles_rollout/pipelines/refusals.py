@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from miles_rollout.call_signature import call_defaults
 from miles_rollout.errors import RolloutParamsError
 
 IMAGE_PROMPT = "an image prompt reaches the denoiser in a way that replay cannot cut into rows"
@@ -19,10 +19,10 @@ EXPANDED = (
 
 def check_refused(refused: Mapping[str, str], pipe: Any, request: Mapping[str, Any]) -> None:
     """Raise ``RolloutParamsError`` for an argument of ``refused`` that is not at its default."""
-    declared = inspect.signature(type(pipe).__call__).parameters
+    defaults = call_defaults(type(pipe))
     for name, reason in refused.items():
         value = request.get(name)
-        default = declared[name].default if name in declared else None
+        default = defaults.get(name)
         if value is None or value is default or _equal(value, default):
             continue
         why, _, advice = reason.partition("; ")

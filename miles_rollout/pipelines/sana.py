@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
 from torch import Tensor
 
+from miles_rollout.call_signature import call_defaults
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
 from miles_rollout.pipelines.common import (
@@ -84,13 +84,13 @@ class SanaAdapter(PipelineAdapter):
         self, pipe: Any, prompt: str, max_sequence_length: int | None, inputs: Mapping[str, Any]
     ) -> Encoding:
         """Both ways, padded to a fixed length: the instruction is for positive prompts only."""
-        default = inspect.signature(type(pipe).__call__).parameters["complex_human_instruction"]
+        instruction = call_defaults(type(pipe))["complex_human_instruction"]
         embeds, mask, negative, negative_mask = pipe.encode_prompt(
             prompt,
             do_classifier_free_guidance=True,
             negative_prompt=prompt,
             max_sequence_length=max_sequence_length or 300,
-            complex_human_instruction=default.default,
+            complex_human_instruction=instruction,
         )
         return {
             "prompt_embeds": embeds[0],

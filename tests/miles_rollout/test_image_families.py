@@ -9,7 +9,15 @@ import torch
 
 from miles_rollout import RolloutEngine, RolloutParamsError, rollout, testing
 from tests.miles_rollout.models import MODELS, load
-from tests.miles_rollout.tiny import ODE, PROMPTS, SEEDS, generators
+from tests.miles_rollout.tiny import (
+    ODE,
+    PROMPTS,
+    SEEDS,
+    assert_marks,
+    assert_replays,
+    generators,
+    marked,
+)
 
 SIZE = {"num_inference_steps": 4, **MODELS["tiny-sd3"].size}
 
@@ -106,6 +114,14 @@ def test_nothing_of_a_tiny_pipeline_is_trivial(model):
         changed = MODELS[model].stock(pipe, False)["image"]
         weight.copy_(held)
         assert (changed - latents).abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen-image", "tiny-sd3", "tiny-flux"])
+def test_the_marks_of_a_subclass_reach_record_and_replay(model):
+    pipe = marked(load(model))
+    trajectory, _ = MODELS[model].roll(pipe, False)
+    assert_marks(trajectory)
+    assert_replays(RolloutEngine(pipe), trajectory)
 
 
 def test_a_name_that_testing_does_not_have_is_an_attribute_error():

@@ -356,3 +356,26 @@ def test_a_compiled_denoiser_is_recorded_all_the_same(whole):
         range(4), 1
     )
     torch.testing.assert_close(compiled.log_probs, plain.log_probs)
+
+
+def test_a_subclass_that_hands_its_arguments_on_is_seen_with_names_and_defaults(pipe):
+    class Handing(type(pipe)):
+        def __call__(self, *args, **kwargs):
+            return super().__call__(*args, **kwargs)
+
+    class Naming(type(pipe)):
+        def __call__(self, prompt, **kwargs):
+            return super().__call__(prompt, **kwargs)
+
+    arguments = {"height": 32, "width": 32, "num_inference_steps": 2, "output_type": "latent"}
+    for cls in (Handing, Naming):
+        other = cls(**pipe.components)
+        other.set_progress_bar_config(disable=True)
+        with rollout(other, NOISY, SEEDS) as session:
+            other(PROMPTS, generator=generators(), **arguments)
+        assert session.trajectory.guidance == {"do_true_cfg": False, "true_cfg_scale": 1.0}
+        with (
+            pytest.raises(RolloutParamsError, match="num_images_per_prompt"),
+            rollout(other, NOISY, SEEDS),
+        ):
+            other(PROMPTS, generator=generators(), num_images_per_prompt=2, **arguments)
