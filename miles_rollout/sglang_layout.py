@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from miles_rollout.conditions import AxisOrders
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.params import RolloutParams, StepPlan
 from miles_rollout.sglang_env import Branch, BuildCalls, env_rows, read_conditions
@@ -99,6 +100,7 @@ def from_sglang(
     calls: BuildCalls | None = None,
     batch_axes: Mapping[str, int | None] | None = None,
     blocks: Mapping[str, int] | None = None,
+    axis_orders: AxisOrders | None = None,
     guidance: Mapping[str, float | bool] | None = None,
     request: Mapping[str, Any] | None = None,
 ) -> RolloutTrajectory:
@@ -110,7 +112,8 @@ def from_sglang(
     ``one_minus_sigma`` names the streams whose clock is 1 - sigma. ``log_prob_no_const`` is the
     request's: log-probs must be densities, but for "cps". ``calls`` makes the denoiser calls of a
     step out of ``denoising_env``, for `RolloutEngine.replay`; ``batch_axes`` and ``blocks`` are then
-    those of the denoiser's arguments, as in an adapter. ``guidance`` and ``request`` are kept.
+    those of the denoiser's arguments, as in an adapter, and ``axis_orders`` is the memory layout of
+    the states where it was not contiguous. ``guidance`` and ``request`` are kept.
 
     Raises ``RolloutParamsError`` naming the sample and the field that is missing, not finite, or
     contradicts another one or ``params``.
@@ -145,6 +148,7 @@ def from_sglang(
         return trajectory
     first = next(iter(readers.values()))
     conditions = read_conditions(first, trajectory, calls, batch_axes or {}, blocks or {})
+    conditions = replace(conditions, axis_orders=axis_orders or {})
     return replace(trajectory, conditions=(conditions,))
 
 

@@ -91,7 +91,7 @@ MODULES = {
     "hooks.rollout_step_kwargs": "(request, *, stream)",
     "sglang_layout.from_sglang": (
         "(responses, *, params, velocity_sign=None, one_minus_sigma=(), log_prob_no_const=None, "
-        "calls=None, batch_axes=None, blocks=None, guidance=None, request=None)"
+        "calls=None, batch_axes=None, blocks=None, axis_orders=None, guidance=None, request=None)"
     ),
     "sglang_layout.to_sglang": (
         "(trajectory, *, stream=None, branches=None, per_step=('hidden_states', 'timestep'), "

@@ -19,6 +19,7 @@ from miles_rollout.pipelines import adapter_for
 from miles_rollout.sglang_layout import from_sglang, to_sglang
 from miles_rollout.testing import tiny_minimax_h3, tiny_sd3
 from tests.miles_rollout import tiny, tiny_h3
+from tests.miles_rollout.models import MODELS, load
 from tests.miles_rollout.tiny import run
 from tests.miles_rollout.tiny_loop import assert_same_stream
 from tests.miles_rollout.tiny_sglang import qwen_calls
@@ -270,3 +271,27 @@ def test_what_was_denoised_apart_is_converted_apart_and_joined(pipe):
     back = RolloutTrajectory.cat(parts)
     assert_same_stream(back.streams["image"], joined.streams["image"])
     assert_replays_alike(pipe, back, joined)
+
+
+def test_states_keep_the_memory_layout_that_they_had():
+    """LTX-2's states are not contiguous, and its kernels round by the layout."""
+    model, pipe = MODELS["tiny-ltx2"], load("tiny-ltx2")
+    trajectory, _ = model.roll(pipe, False)
+    (held,) = trajectory.conditions
+    assert held.axis_orders
+
+    def ltx2_calls(s):
+        (recorded,) = held.steps[s.step]
+        return [replace(recorded, kwargs={**recorded.kwargs, **s.pos_cond_kwargs})]
+
+    back = from_sglang(
+        {name: to_sglang(trajectory, stream=name) for name in trajectory.streams},
+        params=trajectory.params,
+        calls=ltx2_calls,
+        batch_axes=held.batch_axes,
+        axis_orders=held.axis_orders,
+        guidance=trajectory.guidance,
+    )
+    for name in trajectory.streams:
+        assert_same_stream(back.streams[name], trajectory.streams[name])
+    assert_replays_alike(pipe, back, trajectory)
