@@ -135,7 +135,7 @@ def test_two_seeds_for_one_sample_are_refused():
 
 
 def test_a_feature_cache_is_refused(standard, monkeypatch):
-    monkeypatch.setattr(type(standard.transformer), "is_cache_enabled", True)
+    monkeypatch.setattr(standard.transformer, "_cache_config", object(), raising=False)
     with pytest.raises(RolloutParamsError, match="a cache changes what transformer computes"):
         run(standard, **SIZE)
 

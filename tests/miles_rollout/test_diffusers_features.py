@@ -17,6 +17,7 @@ from diffusers import (
     TextKVCacheConfig,
 )
 from diffusers.hooks import apply_first_block_cache
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from peft import LoraConfig
 
 from miles_rollout import (
@@ -151,6 +152,14 @@ CACHES = {
 }
 BY_HAND = "a cache applied by hand"
 TRAINS = {feature.name: feature.trains for feature in FEATURES}
+
+
+@pytest.fixture(autouse=True)
+def _attention_backend():
+    """Setting one on a model sets it for all that have none of their own."""
+    before, _ = _AttentionBackendRegistry.get_active_backend()
+    yield
+    _AttentionBackendRegistry.set_active_backend(before)
 
 
 @pytest.fixture(name="_fresh_dynamo")

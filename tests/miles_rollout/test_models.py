@@ -216,7 +216,10 @@ def test_the_engine_is_the_stock_call_with_the_same_embeddings(case, dtype):
     engine = RolloutEngine(load(name, dtype))
     (batch,) = engine_call(engine, model, cfg, params=ODE)
     how = model.engine_arguments(cfg)
-    negative = how.pop("negative_prompt", None)
+    adapter = engine.adapter
+    asks = how.get(adapter.scale_argument, adapter.scale_off) > adapter.scale_off
+    implied = [adapter.implied_negative] * model.num_prompts
+    negative = how.pop("negative_prompt", implied if asks and implied[0] is not None else None)
     inputs = [model.inputs()] * model.num_prompts if model.inputs else None
 
     def encode(prompts):

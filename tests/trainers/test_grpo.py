@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_rollout import Replay
-from miles_rollout.engine import StreamReplay
+from miles_rollout import Replay, StreamReplay
 from trainers.grpo import GRPO, GRPOConfig
 from trainers.losses import grpo_loss_terms
 
