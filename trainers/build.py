@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig, for_family
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
-from trainers.family_checks import check_request, makes_video
+from trainers.family_checks import check_inputs, check_request, makes_video
 from trainers.policy import Policy
+from trainers.prompt_inputs import inputs_of
 from trainers.recorded import check_rollouts
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
@@ -64,6 +65,9 @@ def read_inputs(config: TrainConfig) -> Inputs:
         max_masked_fraction=config.scoring.max_masked_fraction,
     )
     adapter = find_adapter(config.model.pipeline)
+    if adapter is not None:
+        for name, records in (("data.train", train), ("data.eval", held_out)):
+            check_inputs(name, inputs_of(records) or [], adapter)
     if adapter is not None and makes_video(config.rollout, adapter):
         require_av()
     if config.debug.load_rollouts:
@@ -89,6 +93,7 @@ def run(config: TrainConfig) -> Path:
         if not trainer.policy.is_exported(checkpoint):  # killed between a checkpoint and its export
             trainer.policy.export(checkpoint)
         _set_later_aside(trainer.checkpoints, trainer.iteration)
+    config = trainer.config  # as its family resolved it
     (output_dir / "config.yaml").write_text(to_yaml(config))
     resume_from = trainer.iteration if config.resume else None
     with Tracker(output_dir, config.tracking, to_tree(config), resume_from=resume_from) as tracker:
@@ -98,8 +103,9 @@ def run(config: TrainConfig) -> Path:
 
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
-    prompts = [record.prompt for record in (*inputs.train_prompts, *inputs.eval_prompts)]
-    engine = build_engine(config, inputs.device, prompts)
+    records = [*inputs.train_prompts, *inputs.eval_prompts]
+    prompts = [record.prompt for record in records]
+    engine = build_engine(config, inputs.device, prompts, inputs_of(records))
     config = for_family(config, engine.adapter)
     if makes_video(config.rollout, engine.adapter):
         require_av()
@@ -125,7 +131,10 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
 
 
 def build_engine(
-    config: TrainConfig, device: torch.device, prompts: Sequence[str]
+    config: TrainConfig,
+    device: torch.device,
+    prompts: Sequence[str],
+    inputs: Sequence[Mapping[str, Any]] | None = None,
 ) -> RolloutEngine:
     """The configured pipeline on its device, checked against the config.
 
@@ -135,7 +144,7 @@ def build_engine(
     pipe = load_policy_pipeline(config)
     engine = RolloutEngine(pipe)
     config = for_family(config, engine.adapter)
-    check_request(config.rollout, config.eval, engine)
+    check_request(config.rollout, config.eval, engine, inputs or [{}])
     if config.model.drop_text_encoders:
         names = text_encoders(pipe)
         if not names:
@@ -146,8 +155,15 @@ def build_engine(
         for name in names:
             getattr(pipe, name).to(device)
         asides = (config.rollout.negative_prompt, engine.adapter.implied_negative)
-        wanted = [*prompts, *(text for text in asides if text is not None)]
-        engine.encode(wanted, **config.rollout.arguments())
+        given = inputs or [{}] * len(prompts)
+        # Guidance shows the model what the prompt comes with beside the other text as well.
+        wanted = [*zip(prompts, given, strict=True)]
+        wanted += [(text, one) for text in asides if text is not None for one in given]
+        engine.encode(
+            [text for text, _ in wanted],
+            inputs=None if inputs is None else [one for _, one in wanted],
+            **config.rollout.arguments(),
+        )
         engine.drop_text_encoders()
     pipe.to(device)
     return engine

@@ -78,7 +78,9 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where prompts come from: ``.txt``, one a line, or ``.jsonl`` with a key ``prompt``."""
+    """Where prompts come from: ``.txt``, one a line, or ``.jsonl`` with a key ``prompt`` and, for
+    pipelines that take pictures too, ``inputs``: their paths by the pipeline's argument, relative to
+    the file."""
 
     __pydantic_config__ = STRICT
 

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from miles_rollout.errors import MilesRolloutError
 from miles_rollout.noise import derive_seed
+from trainers.prompt_inputs import read_images
 
 
 class DataError(MilesRolloutError, ValueError):
@@ -29,6 +30,8 @@ class PromptRecord:
     prompt: str
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What the file says besides the prompt: for rewards."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """What the pipeline gets besides the prompt, such as ``image``: pictures, or lists of them."""
     id: int
     """Its number among the records, from 0."""
     line: int
@@ -39,7 +42,9 @@ def load_prompts(path: str | Path) -> list[PromptRecord]:
     """The records of a ``.txt`` file (a prompt a line) or a ``.jsonl`` file (an object a line).
 
     The object has ``prompt``; all other keys are its metadata, and so is what an object under
-    ``metadata`` holds. Only the line ending is stripped. Blank lines are skipped with one warning.
+    ``metadata`` holds. Pictures whose paths an object ``inputs`` holds, relative to the file, are read
+    for the pipeline as well. Only the line ending is stripped. Blank lines are skipped with one
+    warning.
     """
     path = Path(path)
     if path.suffix not in (".txt", ".jsonl"):
@@ -56,7 +61,13 @@ def load_prompts(path: str | Path) -> list[PromptRecord]:
         prompt, metadata = line, dict[str, Any]()
         if path.suffix == ".jsonl":
             prompt, metadata = _parse(line, f"{path}:{number}")
-        records.append(PromptRecord(prompt=prompt, metadata=metadata, id=len(records), line=number))
+        named = metadata.get("inputs", {}) if path.suffix == ".jsonl" else {}
+        inputs = read_images(named, path.parent, f"{path}:{number}")
+        records.append(
+            PromptRecord(
+                prompt=prompt, metadata=metadata, inputs=inputs, id=len(records), line=number
+            )
+        )
     if not records:
         raise DataError(f"{path}: holds no prompt; got only blank lines; write one a line")
     if blank:

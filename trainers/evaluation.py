@@ -9,6 +9,7 @@ from typing import Any
 from miles_rollout import Media, RolloutEngine, RolloutParams
 from trainers.config import EvalConfig, RolloutConfig
 from trainers.data import PromptRecord
+from trainers.prompt_inputs import inputs_of
 from trainers.rewards.scoring import Scorer, Scores
 from trainers.rollouts import with_media
 from trainers.samples import Sample, samples_of
@@ -62,6 +63,7 @@ def evaluate(
         seed=config.seed,
         iteration=-1,  # no iteration of a run with this seed has this noise
         metadata=[r.metadata for r in records],
+        inputs=inputs_of(records),
         negative_prompt=rollout.negative_prompt,
         chunk_size=config.rows,
         decode=False,

@@ -8,7 +8,7 @@ read, or else when it has been loaded and before a prompt is encoded.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -78,11 +78,29 @@ def check_family(
     _check_streams(rollout, adapter)
 
 
-def check_request(rollout: RolloutConfig, evaluation: EvalConfig, engine: RolloutEngine) -> None:
-    """What only a loaded pipeline can refuse, such as a size, before a prompt is encoded."""
+def check_inputs(key: str, inputs: Sequence[Mapping[str, Any]], adapter: PipelineAdapter) -> None:
+    """Raise ``ConfigError`` for what the prompts of ``key`` come with and the family does not take."""
+    unknown = sorted({name for given in inputs for name in given} - adapter.inputs)
+    if unknown:
+        raise ConfigError(
+            f"{key}: this pipeline takes no such input; got {', '.join(unknown)}; it takes "
+            f"{', '.join(sorted(adapter.inputs)) or 'none'}"
+        )
+
+
+def check_request(
+    rollout: RolloutConfig,
+    evaluation: EvalConfig,
+    engine: RolloutEngine,
+    inputs: Sequence[Mapping[str, Any]],
+) -> None:
+    """What only a loaded pipeline can refuse, such as a size, before a prompt is encoded.
+
+    ``inputs``: what prompts come with; the first entry stands for all.
+    """
     pipe, adapter = engine.pipe, engine.adapter
     defaults = call_defaults(type(pipe))
-    call = {"prompt": ["a prompt"], "generator": torch.Generator()}
+    call = {"prompt": ["a prompt"], "generator": torch.Generator(), **inputs[0]}
     base = {**defaults, **adapter.fixed, **_unguided(rollout, adapter), **call}
     for key, points in (
         ("rollout", rollout.num_inference_steps),

@@ -13,6 +13,7 @@ from trainers import recorded
 from trainers.config import TrainConfig
 from trainers.data import PromptRecord, PromptSampler
 from trainers.iteration_metrics import Clock
+from trainers.prompt_inputs import inputs_of
 from trainers.rewards.scoring import Scorer, Scores
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Rollouts:
             seed=self.config.seed,
             iteration=iteration,
             metadata=[record.metadata for record in records],
+            inputs=inputs_of(records),
             negative_prompt=rollout.negative_prompt,
             chunk_size=rollout.rows,
             same_noise=rollout.same_noise,

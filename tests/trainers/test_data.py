@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from trainers.data import DataError, PromptRecord, PromptSampler, load_prompts
+from trainers.prompt_inputs import InputError, inputs_of
 
 
 @pytest.fixture
@@ -171,3 +173,32 @@ def test_a_batch_that_the_data_cannot_fill_is_refused():
         PromptSampler(4, 0, 0)
     with pytest.raises(DataError, match="must not be negative; got -1; count from 0"):
         PromptSampler(4, 2, 0).indices(-1)
+
+
+def test_pictures_are_read_from_beside_the_file(write, tmp_path):
+    for name, colour in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGBA", (4, 4), colour).save(tmp_path / name)
+    line = '{"prompt": "a", "inputs": {"image": "a.png", "references": ["a.png", "b.png"]}}\n'
+    first, second = load_prompts(write(line + '{"prompt": "b"}\n', "a.jsonl"))
+    image, references = first.inputs["image"], first.inputs["references"]
+    assert (image.mode, image.getpixel((0, 0))) == ("RGB", (255, 0, 0))
+    assert [picture.getpixel((0, 0)) for picture in references] == [(255, 0, 0), (0, 0, 255)]
+    assert second.inputs == {}
+    # Rewards of edits may look at them, too.
+    assert first.metadata == {"inputs": {"image": "a.png", "references": ["a.png", "b.png"]}}
+    assert inputs_of([first, second]) == [first.inputs, {}]
+    assert inputs_of([second]) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ('"a.png"', "a.jsonl:1: 'inputs' must be an object of paths; got 'a.png'; write"),
+        ('{"image": 3}', "a.jsonl:1: inputs.image: must be a path or a list of them; got 3"),
+        ('{"image": ["x.png"]}', "a.jsonl:1: inputs.image: no picture can be read; got '"),
+        ('{"image": "a.jsonl"}', "a.jsonl:1: inputs.image: no picture can be read; got '"),
+    ],
+)
+def test_inputs_that_cannot_be_read_are_named(write, inputs, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_prompts(write(f'{{"prompt": "a", "inputs": {inputs}}}', "a.jsonl"))
