@@ -63,7 +63,7 @@ def measure(config: TrainConfig) -> ModelSizes | None:
         blocks = pipe_class().blocks.get_workflow(config.model.workflow)
         used = {spec.name for spec in blocks.expected_components}
         modules = {component: module for component, module in modules.items() if component in used}
-    request = call_defaults(pipe_class) | config.rollout.arguments()
+    request = {**call_defaults(pipe_class), **config.rollout.arguments()}
     return ModelSizes(
         denoisers=_trained(config, modules, adapter),
         latents=adapter.latent_elements(modules, request),
