@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,16 @@ def _is_modular(path: Path, name: str, hub: dict[str, Any]) -> bool:
     """A pipeline that is both is loaded as the standard one."""
     if path.exists():
         return not (path / _INDEX).is_file()
-    try:
-        DiffusionPipeline.load_config(name, **hub)
-    except OSError:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of how diffusers asks the hub
         try:
-            ModularPipeline.load_config(name, **hub)
+            DiffusionPipeline.load_config(name, **hub)
         except OSError:
-            return False
-        return True
+            try:
+                ModularPipeline.load_config(name, **hub)
+            except OSError:
+                return False
+            return True
     return False
 
 

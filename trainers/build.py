@@ -93,6 +93,7 @@ def run(config: TrainConfig) -> Path:
         if not trainer.policy.is_exported(checkpoint):  # killed between a checkpoint and its export
             trainer.policy.export(checkpoint)
         _set_later_aside(trainer.checkpoints, trainer.iteration)
+    config = trainer.config  # as its family resolved it
     (output_dir / "config.yaml").write_text(to_yaml(config))
     resume_from = trainer.iteration if config.resume else None
     with Tracker(output_dir, config.tracking, to_tree(config), resume_from=resume_from) as tracker:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import warnings
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from diffusers import ModularPipeline
 from torch import nn
 
 from miles_rollout import RolloutEngine, RolloutTrajectory
+from miles_rollout.call_signature import call_defaults
 from miles_rollout.families import class_name_of, find_adapter
 from miles_rollout.loading import TINY_PIPELINES, load_pipeline
 from miles_rollout.pipelines import PipelineAdapter, adapter_for, adapter_for_class
@@ -63,7 +63,7 @@ def measure(config: TrainConfig) -> ModelSizes | None:
         blocks = pipe_class().blocks.get_workflow(config.model.workflow)
         used = {spec.name for spec in blocks.expected_components}
         modules = {component: module for component, module in modules.items() if component in used}
-    request = _defaults(pipe_class) | config.rollout.arguments()
+    request = {**call_defaults(pipe_class), **config.rollout.arguments()}
     return ModelSizes(
         denoisers=_trained(config, modules, adapter),
         latents=adapter.latent_elements(modules, request),
@@ -158,8 +158,3 @@ def _component_classes(pipe_class: Any, folder: Path | None) -> dict[str, Any]:
     tree = json.loads(next(path for path in indices if path.is_file()).read_text())
     entries = {n: entry for n, entry in tree.items() if isinstance(entry, list)}
     return {n: getattr(diffusers, entry[1] or "", None) for n, entry in entries.items()}
-
-
-def _defaults(pipe_class: Any) -> dict[str, Any]:
-    declared = inspect.signature(pipe_class.__call__).parameters
-    return {n: p.default for n, p in declared.items() if p.default is not p.empty}
