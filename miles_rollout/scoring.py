@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from miles_rollout.params import RolloutParams
-from miles_rollout.shapes import Float
+from miles_rollout.shapes import Bool, Float
 from miles_rollout.stream_trajectory import StreamTrajectory
 from miles_rollout.transitions import schedule_step
 
@@ -20,6 +20,8 @@ class StreamReplay:
     mean: Float[Tensor, "rows ..."]
     std: Float[Tensor, "rows ..."]
     log_prob: Float[Tensor, " rows"]
+    mask: Bool[Tensor, "rows ..."] | None = None
+    """False where an element is neither noised, scored nor counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,5 +47,9 @@ def score_stream(
         mask=stream.mask,
     )
     return StreamReplay(
-        velocity=velocity, mean=scored.mean, std=scored.std, log_prob=scored.log_prob
+        velocity=velocity,
+        mean=scored.mean,
+        std=scored.std,
+        log_prob=scored.log_prob,
+        mask=stream.mask,
     )

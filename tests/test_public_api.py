@@ -65,7 +65,7 @@ SDK = {
     "RolloutTrajectory.select": "(self, samples)",
     "RolloutTrajectory.to": "(self, device)",
     "SharedPrefix": "()",
-    "StreamReplay": "(*, velocity, mean, std, log_prob)",
+    "StreamReplay": "(*, velocity, mean, std, log_prob, mask=None)",
     "StreamTrajectory": (
         "(*, latents, latent_step_indices, timesteps, sigmas, log_probs, sde_step_indices, "
         "num_elements, mask=None, velocity_sign=1.0, debug=<factory>)"
@@ -104,8 +104,8 @@ TRAINERS = {
     "advantages.zero_std_groups": "(rewards, group_ids)",
     "losses.grpo_loss": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
     "losses.grpo_loss_terms": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
-    "losses.mean_kl": "(mean, ref_mean, std)",
-    "losses.velocity_mse": "(velocity, ref_velocity)",
+    "losses.mean_kl": "(mean, ref_mean, std, *, mask=None)",
+    "losses.velocity_mse": "(velocity, ref_velocity, *, mask=None)",
 }
 
 

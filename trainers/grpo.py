@@ -97,5 +97,5 @@ class GRPO(Algorithm):
     def _kl(self, replay: Replay, reference: Replay, stream: str) -> Tensor:
         now, ref = replay.streams[stream], reference.streams[stream]
         if self.config.kl == "velocity":
-            return velocity_mse(now.velocity, ref.velocity)
-        return mean_kl(now.mean, ref.mean, now.std)
+            return velocity_mse(now.velocity, ref.velocity, mask=now.mask)
+        return mean_kl(now.mean, ref.mean, now.std, mask=now.mask)

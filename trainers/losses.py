@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from miles_rollout.errors import MilesRolloutError
-from miles_rollout.shapes import Float
+from miles_rollout.shapes import Bool, Float
 
 MAX_LOG_RATIO = 20.0
 
@@ -129,10 +129,13 @@ def mean_kl(
     mean: Float[Tensor, "batch ..."],
     ref_mean: Float[Tensor, "batch ..."],
     std: Float[Tensor, "..."] | float | int,
+    *,
+    mask: Bool[Tensor, "batch ..."] | None = None,
 ) -> Float[Tensor, " batch"]:
     """KL between two Gaussian steps of one std: ``(mean - ref_mean)^2 / (2 std^2)``.
 
-    The mean over the elements of each sample, any rank, at least float32. Only ``mean`` gets a
+    The mean over the elements of each sample, any rank, at least float32; over the live ones
+    (True) where ``mask`` is given, as a log-prob is. Only ``mean`` gets a
     gradient. ``std`` is a number, one a sample [B], or of the rank of ``mean``; **which** std is the
     caller's choice: that of the step, ``std_t sqrt(-dt)``, gives the KL of the paper, and
     ``std_t`` alone the weighting without dt of the published code.
@@ -160,13 +163,19 @@ def mean_kl(
             "without noise, they have no density"
         )
     square = (mean.to(dtype) - ref_mean.detach().to(dtype)) ** 2
-    return (square / (2 * scale**2)).flatten(1).mean(1)
+    return _element_mean(square / (2 * scale**2), mask)
 
 
 def velocity_mse(
-    velocity: Float[Tensor, "batch ..."], ref_velocity: Float[Tensor, "batch ..."]
+    velocity: Float[Tensor, "batch ..."],
+    ref_velocity: Float[Tensor, "batch ..."],
+    *,
+    mask: Bool[Tensor, "batch ..."] | None = None,
 ) -> Float[Tensor, " batch"]:
-    """Mean square distance of two velocities, a sample; only ``velocity`` gets a gradient."""
+    """Mean square distance of two velocities, a sample; only ``velocity`` gets a gradient.
+
+    With ``mask``, over what is live (True).
+    """
     if velocity.shape != ref_velocity.shape or velocity.ndim < 2:
         raise LossError(
             f"velocity_mse: needs two velocities of one shape; got {tuple(velocity.shape)} and "
@@ -174,7 +183,15 @@ def velocity_mse(
         )
     dtype = torch.promote_types(velocity.dtype, torch.float32)
     square = (velocity.to(dtype) - ref_velocity.detach().to(dtype)) ** 2
-    return square.flatten(1).mean(1)
+    return _element_mean(square, mask)
+
+
+def _element_mean(values: Tensor, mask: Tensor | None) -> Tensor:
+    """[B]: over all elements of each sample, or over the live ones."""
+    if mask is None:
+        return values.flatten(1).mean(1)
+    live = mask.to(values.device)
+    return values.where(live, 0).flatten(1).sum(1) / live.flatten(1).sum(1)
 
 
 def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:

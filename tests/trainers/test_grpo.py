@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,3 +95,25 @@ def test_the_std_is_the_configured_one(std: str) -> None:
     }[std]
     expected = [-1 / scales[0], 1 / scales[0], -3 / scales[1], 3 / scales[1]]
     assert got.tolist() == pytest.approx([float(e) for e in expected], rel=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("mean", 0.125), ("velocity", 0.09)])
+def test_the_kl_counts_what_is_live_and_nothing_else(kind: str, expected: float) -> None:
+    """Half of each sample is masked, and there the two differ wildly."""
+    mask = torch.ones(3, 4, 2, dtype=torch.bool)
+    mask[:, 2:] = False
+    now = _stream(0.1, 0.3)
+    wild = replace(
+        now,
+        mean=now.mean.where(mask, 100.0),
+        velocity=now.velocity.where(mask, torch.nan),
+        mask=mask,
+    )
+    terms = GRPO(GRPOConfig(kl_beta=1.0, kl=kind)).terms(  # type: ignore[arg-type]
+        Replay(streams={"video": wild}, log_prob=NEW), OLD, ADVANTAGES, _one(_stream(0.0, 0.0))
+    )
+    assert terms.metrics["kl"].tolist() == pytest.approx([expected] * 3)
+
+
+def _one(stream: StreamReplay) -> Replay:
+    return Replay(streams={"video": stream}, log_prob=NEW)
