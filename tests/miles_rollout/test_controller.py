@@ -120,6 +120,14 @@ def test_a_loop_may_change_what_is_masked_and_the_states_are_those_it_made(laten
     assert torch.equal(trajectory.mask, mask)
 
 
+def test_a_float32_state_takes_what_a_half_loop_made_of_the_masked_elements():
+    mask = torch.ones(2, 3, 5, dtype=torch.bool)
+    mask[:, 1] = False
+    control = controller(RolloutParams(latent_dtype="float32"), mask=mask)
+    trajectory, _ = zeroing_loop(control, mask, dtype=torch.bfloat16)
+    assert (trajectory.latents[:, 1:][~mask[:, None].expand(2, 4, 3, 5)] == 7).all()
+
+
 def test_a_live_element_may_not_be_changed_in_place():
     mask = torch.ones(2, 3, 5, dtype=torch.bool)
     mask[:, 1] = False
