@@ -25,6 +25,7 @@ from miles_rollout.hooks import (
     prepare_rollout_if_enabled,
     rollout_step_kwargs,
 )
+from tests.miles_rollout.tiny import assert_same
 from tests.miles_rollout.tiny_loop import PARAMS, SEEDS, noise, prepared, scheduler, steps, stock
 
 SIGMAS = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
@@ -59,7 +60,7 @@ def test_interleaved_requests_are_what_each_is_alone():
         final, trajectory = alone(seed)
         mine = finalize_rollout_if_enabled(request)
         assert torch.equal(finals[seed], final)
-        assert torch.equal(mine.log_probs, trajectory.log_probs)
+        assert_same(mine, trajectory)
         assert torch.equal(mine.streams["image"].latents, trajectory.streams["image"].latents)
 
 
@@ -188,7 +189,7 @@ def test_threads_do_not_disturb_each_other():
     for seed in range(4):
         final, trajectory = alone(seed)
         assert torch.equal(found[seed][0], final)
-        assert torch.equal(found[seed][1].log_probs, trajectory.log_probs)
+        assert_same(found[seed][1], trajectory)
 
 
 # -- what prepare is given ------------------------------------------------------------------------

@@ -10,7 +10,17 @@ from diffusers import QwenImagePipeline
 from miles_rollout import RolloutParams, RolloutParamsError, RolloutStateError, rollout
 from miles_rollout.noise import keyed_noise
 from miles_rollout.testing import tiny_qwen_image
-from tests.miles_rollout.tiny import ODE, PROMPTS, SEEDS, STEPS, Calls, call, generators, run
+from tests.miles_rollout.tiny import (
+    ODE,
+    PROMPTS,
+    SEEDS,
+    STEPS,
+    Calls,
+    assert_same,
+    call,
+    generators,
+    run,
+)
 
 NOISY = RolloutParams()
 
@@ -90,8 +100,8 @@ def test_interleaved_rollouts_of_two_pipelines_equal_separate_ones(pipe):
 
     outer = run(pipe, callback_on_step_end=interleave)[0]
     inner = run(pipe, seeds=[13, 14])[0]
-    assert torch.equal(outer.log_probs, alone.log_probs)
-    assert torch.equal(results[0].log_probs, inner.log_probs)
+    assert_same(outer, alone)
+    assert_same(results[0], inner)
 
 
 def test_rollouts_of_two_pipelines_in_two_threads_equal_separate_ones(pipe):
@@ -107,7 +117,7 @@ def test_rollouts_of_two_pipelines_in_two_threads_equal_separate_ones(pipe):
     for thread in threads:
         thread.join()
     for i, result in enumerate(results):
-        assert torch.equal(result.log_probs, run(pipe, seeds=[20 + i, 30 + i])[0].log_probs)
+        assert_same(result, run(pipe, seeds=[20 + i, 30 + i])[0])
 
 
 # -- randomness -----------------------------------------------------------------------------------
@@ -117,7 +127,7 @@ def test_a_rollout_is_a_function_of_its_seeds(pipe):
     a, b, c = run(pipe)[0], run(pipe)[0], run(pipe, seeds=[11, 13])[0]
     latents = [t.streams["image"].latents for t in (a, b, c)]
     assert torch.equal(latents[0], latents[1])
-    assert torch.equal(a.log_probs, b.log_probs)
+    assert_same(a, b)
     assert torch.equal(latents[0][0], latents[2][0])
     assert not torch.equal(latents[0][1], latents[2][1])
 
@@ -244,10 +254,12 @@ def test_the_callers_own_sigmas(pipe):
 
 
 def test_nothing_kept(pipe):
-    trajectory, _ = run(pipe, RolloutParams(return_step_indices=[]))
+    trajectory, output = run(pipe, RolloutParams(return_step_indices=[]))
     assert trajectory.streams["image"].latents.shape == (2, 0)
     assert trajectory.replayable_steps == ()
-    assert torch.equal(trajectory.log_probs, run(pipe)[0].log_probs)
+    full, expected = run(pipe)
+    assert torch.equal(output, expected)
+    assert torch.equal(trajectory.log_probs, full.log_probs)
 
 
 def test_debug_tensors_tell_the_steps(pipe):
@@ -273,7 +285,7 @@ def test_inference_mode_changes_nothing_and_leaves_trainable_tensors(pipe):
     plain = run(pipe)[0]
     with torch.inference_mode():
         inside = run(pipe)[0]
-    assert torch.equal(plain.log_probs, inside.log_probs)
+    assert_same(plain, inside)
     tensors = [inside.streams["image"].latents, inside.log_probs]
     inside.conditions[0].map(tensors.append)
     assert not any(t.is_inference() or t.requires_grad for t in tensors)
@@ -316,7 +328,7 @@ def test_a_stock_call_of_a_sharing_pipeline_is_never_recorded_as_ours(pipe, when
     with rollout(pipe, NOISY, SEEDS) as session:
         other()
         call(pipe)
-    assert torch.equal(session.trajectory.log_probs, run(pipe)[0].log_probs)
+    assert_same(session.trajectory, run(pipe)[0])
 
 
 def test_a_subclassed_pipeline(pipe):

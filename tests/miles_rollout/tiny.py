@@ -116,6 +116,15 @@ def generate(pipe, prompts=PROMPTS, group_size=1, params=DEBUG, **kwargs):
     )
 
 
+def assert_same(ours, theirs):
+    """Bitwise the same rollout. By states, too: a log-prob is that of the noise, whatever the
+    denoiser says."""
+    assert torch.equal(ours.log_probs, theirs.log_probs)
+    assert ours.streams.keys() == theirs.streams.keys()
+    for name, stream in ours.streams.items():
+        assert torch.equal(stream.latents, theirs.streams[name].latents), name
+
+
 def assert_replays(engine, trajectory, samples=None):
     """Bitwise the recorded velocity and log-prob of every stream in every replayable step."""
     rows = slice(None) if samples is None else samples
