@@ -67,8 +67,10 @@ class FlowRolloutController:
         self._velocity_sign = float(velocity_sign)
         self._mask = mask
         self._euler_ode = euler_ode
-        self.replayable = frozenset(self.plan.replayable)
-        """The steps whose denoiser calls are worth recording."""
+        self.recorded = frozenset(self.plan.recorded)
+        """The steps whose denoiser calls are kept."""
+        self._mean_steps = frozenset(self.plan.replayable if params.return_means else ())
+        self._means: dict[int, Tensor] = {}
         self._sde_steps = frozenset(self.plan.sde_steps)
         self._place = {boundary: k for k, boundary in enumerate(self.plan.boundaries)}
         self._latents: Tensor | None = None
@@ -169,6 +171,7 @@ class FlowRolloutController:
             num_elements=num_elements,
             mask=self._mask,
             velocity_sign=self._velocity_sign,
+            means=self._means,
             debug={name: torch.stack(items, dim=1) for name, items in self._debug.items()},
         )
 
@@ -186,6 +189,8 @@ class FlowRolloutController:
             out_dtype=out_dtype,
         )
         self._log_probs.append(taken.log_prob)
+        if step in self._mean_steps:
+            self._means[step] = taken.mean.detach().clone()
         self._keep_debug(velocity=velocity, mean=taken.mean, std=taken.std, noise=noise)
         return taken.next_sample
 

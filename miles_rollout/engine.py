@@ -239,12 +239,53 @@ class RolloutEngine:
             )
         if samples is not None:
             trajectory = trajectory.select(samples)
+        kept = {name: s.latent(step) for name, s in trajectory.streams.items()}
+        return trajectory.score(step, self._velocities(trajectory, step, kept))
+
+    def velocities(
+        self, trajectory: RolloutTrajectory, step: int, states: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Call the denoiser as it was called in ``step``, but on ``states`` {stream: [B, ...]}.
+
+        Returns the velocity noise - x0 of each stream, with gradients if they are on. Raises
+        ``RolloutParamsError`` for a step whose calls were not kept (``call_step_indices``), for
+        states that do not fit, and for a pipeline that computes an argument from the state, which
+        would stay that of the rollout.
+        """
+        if step not in trajectory.call_steps:
+            raise RolloutParamsError(
+                f"RolloutEngine.velocities: the calls of step {step} were not kept; got those of "
+                f"{list(trajectory.call_steps)}; add {step} to call_step_indices"
+            )
+        rows = trajectory.num_samples
+        if states.keys() != trajectory.streams.keys() or any(
+            len(state) != rows for state in states.values()
+        ):
+            raise RolloutParamsError(
+                "RolloutEngine.velocities: needs a state of every row for each stream; got "
+                f"{ {name: tuple(state.shape) for name, state in states.items()} }; pass "
+                f"{sorted(trajectory.streams)}, each with {rows} rows"
+            )
+        for conditions in trajectory.conditions:
+            missing = sorted(states.keys() - conditions.streams_of(step))
+            if missing:
+                raise RolloutParamsError(
+                    f"RolloutEngine.velocities: the denoiser is not called with the state itself of "
+                    f"{', '.join(missing)}, but with something made of it; got calls of "
+                    f"{type(self.pipe).__name__}; train its log-probs instead"
+                )
+        parts = self._velocities(trajectory, step, states)
+        return {n: parts[n] * s.velocity_sign for n, s in trajectory.streams.items()}
+
+    def _velocities(
+        self, trajectory: RolloutTrajectory, step: int, all_states: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The velocities of all rows as predicted, one rollout's rows at a time."""
         velocities: dict[str, list[Tensor]] = {}
         start = 0
         for conditions in trajectory.conditions:
             rows = slice(start, start + conditions.num_samples)
-            kept = {name: s.latent(step)[rows] for name, s in trajectory.streams.items()}
-            states = conditions.states(step, kept)
+            states = conditions.states(step, {n: s[rows] for n, s in all_states.items()})
             calls = conditions.calls(step, states)
             with calls[0].autocast_scope():
                 outputs = [self._call(call) for call in calls]
@@ -262,9 +303,7 @@ class RolloutEngine:
             for name in trajectory.streams:
                 velocities.setdefault(name, []).append(parts[name])
             start = rows.stop
-        return trajectory.score(
-            step, {name: torch.cat(pieces) for name, pieces in velocities.items()}
-        )
+        return {name: torch.cat(pieces) for name, pieces in velocities.items()}
 
     def _call(self, call: DenoiserCall) -> Any:
         module = getattr(self.pipe, call.module)

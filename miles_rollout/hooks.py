@@ -139,7 +139,7 @@ def init_rollout_env_if_enabled(
         )
     axes = dict.fromkeys(conditions, 0) | dict(batch_axes or {})
     _check_axes(conditions, axes, len(held.seeds))
-    for step in sorted(set().union(*(s.controller.replayable for s in held.streams.values()))):
+    for step in sorted(set().union(*(s.controller.recorded for s in held.streams.values()))):
         held.recorder.record(step, "", (), conditions)
     held.batch_axes = axes
 

@@ -23,12 +23,19 @@ class StepPlan(NamedTuple):
     """The stochastic steps, ascending, in 0..T-1."""
     boundaries: tuple[int, ...]
     """The kept states, ascending, in 0..T; T is the final latent."""
+    call_steps: tuple[int, ...] = ()
+    """Steps whose denoiser calls are kept although nothing may be stochastic there."""
 
     @property
     def replayable(self) -> tuple[int, ...]:
         """The stochastic steps of which both states are kept."""
         kept = set(self.boundaries)
         return tuple(s for s in self.sde_steps if {s, s + 1} <= kept)
+
+    @property
+    def recorded(self) -> tuple[int, ...]:
+        """The steps whose denoiser calls are kept."""
+        return tuple(sorted({*self.replayable, *self.call_steps}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,11 @@ class RolloutParams:
     """The streams that are stochastic; None: all. The others take their deterministic update."""
     return_step_indices: Sequence[int] | None = None
     """The boundaries 0..T whose latents are kept; None: all."""
+    call_step_indices: Sequence[int] = ()
+    """Steps whose denoiser calls are kept besides those of the stochastic ones, whatever their
+    latents: to call the denoiser again on other states, as `RolloutEngine.velocities` does."""
+    return_means: bool = False
+    """Keep the mean of every stochastic step whose states are kept, too."""
     stream_weights: Literal["element"] | Mapping[str, float | int] = "element"
     """The joint log-prob: a mean over all elements, or this weighted sum of the streams' means."""
     latent_dtype: LatentDtype = "pipeline"
@@ -65,9 +77,11 @@ class RolloutParams:
             _refuse("latent_dtype", "unknown", self.latent_dtype, '"pipeline" or "float32"')
         for field in ("sde_step_indices", "return_step_indices", "sde_streams"):
             object.__setattr__(self, field, _as_tuple(field, getattr(self, field)))
+        calls = _as_tuple("call_step_indices", self.call_step_indices)
+        object.__setattr__(self, "call_step_indices", calls or ())
         if not isinstance(self.stream_weights, str):
             object.__setattr__(self, "stream_weights", dict(self.stream_weights))
-        for field in ("sde_step_indices", "return_step_indices"):
+        for field in ("sde_step_indices", "return_step_indices", "call_step_indices"):
             _check_indices(field, getattr(self, field))
         self._check_noise_level()
         self._check_streams()
@@ -141,10 +155,11 @@ class RolloutParams:
         values = sigmas.double().tolist()
         num_steps = len(values) - 1
         boundaries = _resolve("return_step_indices", self.return_step_indices, num_steps + 1)
+        calls = _resolve("call_step_indices", self.call_step_indices, num_steps)
         if self.is_deterministic or (
             self.sde_streams is not None and stream not in self.sde_streams
         ):
-            return StepPlan(num_steps, (), boundaries)
+            return StepPlan(num_steps, (), boundaries, calls)
         flaws = {i: self._flaw(i, *values[i : i + 2]) for i in range(num_steps)}
         if self.sde_step_indices is None:
             if all(flaws.values()):
@@ -154,7 +169,8 @@ class RolloutParams:
                     f"{num_steps} steps",
                     "more steps, or sde_step_indices=() for a deterministic rollout",
                 )
-            return StepPlan(num_steps, tuple(i for i in flaws if not flaws[i]), boundaries)
+            dense = tuple(i for i in flaws if not flaws[i])
+            return StepPlan(num_steps, dense, boundaries, calls)
         steps = _resolve("sde_step_indices", self.sde_step_indices, num_steps)
         for i in steps:
             if flaws[i]:
@@ -164,7 +180,7 @@ class RolloutParams:
                     list(steps),
                     f"steps among {[j for j in flaws if not flaws[j]]}",
                 )
-        return StepPlan(num_steps, steps, boundaries)
+        return StepPlan(num_steps, steps, boundaries, calls)
 
     def _flaw(self, step: int, s: float, n: float) -> str | None:
         """Why the step from sigma s to n has no density, if it has none."""

@@ -53,6 +53,19 @@ class Conditions:
 
         return [call.map(fill) for call in self.steps[step]]
 
+    def streams_of(self, step: int) -> set[str]:
+        """The streams whose state itself is an argument of the calls of ``step``."""
+        found: set[str] = set()
+
+        def visit(_: str, leaf: Any) -> Any:
+            if isinstance(leaf, StreamState):
+                found.add(leaf.stream)
+            return leaf
+
+        for call in self.steps[step]:
+            call.map(visit)
+        return found
+
     def select(self, rows: Sequence[int]) -> Conditions:
         """The calls of some rows only."""
         if list(rows) == list(range(self.num_samples)):

@@ -141,7 +141,7 @@ class RolloutSession:
         emitted = controller.transition(velocity, sample, **how)
         if all(c.next_step > step for c in self._controllers.values()):
             self._recorder.end_step()
-        if step + 1 in controller.replayable:
+        if step + 1 in controller.recorded:
             self._recorder.expect_state(name, emitted)
         return emitted
 
@@ -159,8 +159,8 @@ class RolloutSession:
         return self._transition(name, batch, x, ode=own, **how)[0]
 
     def _records(self, step: int) -> bool:
-        """The calls of ``step`` are kept: some stream is stochastic there, with both its states."""
-        return any(step in c.replayable for c in self._controllers.values())
+        """The calls of ``step`` are kept."""
+        return any(step in c.recorded for c in self._controllers.values())
 
     # -- the denoisers ----------------------------------------------------------------------------
 

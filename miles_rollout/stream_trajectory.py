@@ -37,6 +37,8 @@ class StreamTrajectory:
     """False where an element is neither noised, scored nor counted."""
     velocity_sign: float = 1.0
     """-1 where the denoiser predicts x0 - noise."""
+    means: Mapping[int, Float[Tensor, "batch ..."]] = field(default_factory=dict)
+    """With ``RolloutParams.return_means``: the mean of each replayable step, by step."""
     debug: Mapping[str, Tensor] = field(default_factory=dict)
     """With ``RolloutParams.debug``: velocity, mean, noise [B, T, ...] and std [B, T, 1, ...]."""
 
@@ -63,6 +65,7 @@ class StreamTrajectory:
             log_probs=batched(self.log_probs),
             num_elements=batched(self.num_elements),
             mask=None if self.mask is None else batched(self.mask),
+            means={step: batched(tensor) for step, tensor in self.means.items()},
             debug={name: batched(tensor) for name, tensor in self.debug.items()},
             latent_step_indices=shared(self.latent_step_indices),
             timesteps=shared(self.timesteps),

@@ -51,6 +51,17 @@ class RolloutTrajectory:
     @property
     def replayable_steps(self) -> tuple[int, ...]:
         """The stochastic steps whose states and calls are all here."""
+        held = {
+            step
+            for stream in self.streams.values()
+            for step in stream.sde_step_indices
+            if {step, step + 1} <= set(stream.latent_step_indices.tolist())
+        }
+        return tuple(step for step in self.call_steps if step in held)
+
+    @property
+    def call_steps(self) -> tuple[int, ...]:
+        """The steps whose denoiser calls are here."""
         return tuple(sorted(self.conditions[0].steps)) if self.conditions else ()
 
     @property
@@ -177,6 +188,7 @@ class RolloutTrajectory:
                 log_probs=torch.cat([p.log_probs for p in pieces]),
                 num_elements=torch.cat([p.num_elements for p in pieces]),
                 mask=torch.cat(mask) if mask else None,
+                means={k: torch.cat([p.means[k] for p in pieces]) for k in pieces[0].means},
                 debug={k: torch.cat([p.debug[k] for p in pieces]) for k in pieces[0].debug},
             )
         conditions = tuple(c for t in trajectories for c in t.conditions)

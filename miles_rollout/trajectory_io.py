@@ -19,7 +19,7 @@ from miles_rollout.params import RolloutParams
 from miles_rollout.replay_calls import Conditions
 from miles_rollout.stream_trajectory import StreamTrajectory
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when what is written changes; other versions are refused."""
 
 _STREAM_TENSORS = (
@@ -125,6 +125,7 @@ def _stream(table: _TensorTable, stream: StreamTrajectory) -> dict[str, Any]:
     tensors = {name: getattr(stream, name) for name in _STREAM_TENSORS}
     return {
         "tensors": {name: table.add(t) for name, t in tensors.items() if t is not None},
+        "means": {str(step): table.add(t) for step, t in stream.means.items()},
         "debug": {name: table.add(t) for name, t in stream.debug.items()},
         "sde_step_indices": list(stream.sde_step_indices),
         "velocity_sign": stream.velocity_sign,
@@ -134,6 +135,7 @@ def _stream(table: _TensorTable, stream: StreamTrajectory) -> dict[str, Any]:
 def _read_stream(tensors: dict[str, Tensor], document: dict[str, Any]) -> StreamTrajectory:
     return StreamTrajectory(
         **{name: tensors[ref] for name, ref in document["tensors"].items()},
+        means={int(step): tensors[ref] for step, ref in document["means"].items()},
         debug={name: tensors[ref] for name, ref in document["debug"].items()},
         sde_step_indices=tuple(document["sde_step_indices"]),
         velocity_sign=document["velocity_sign"],

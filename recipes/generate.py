@@ -17,6 +17,7 @@ from trainers.build import RunError, build_device, build_engine, make_folder
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import from_tree
+from trainers.ema import EMA
 from trainers.evaluation import DETERMINISTIC
 from trainers.image_grid import save_grid, to_pil
 from trainers.policy import Policy
@@ -34,6 +35,10 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
     engine = build_engine(config, build_device(config.model.device), prompts)
     policy = Policy(engine, config.model.lora, seed=config.seed, denoisers=config.model.denoisers)
     policy.load(tensors["policy"])
+    if config.ema is not None and config.ema.export:
+        average = EMA(config.ema, policy.parameters)
+        average.load(tensors["ema"], state["ema_updates"])
+        average.copy_to(policy.parameters)
     pictures: list[Tensor] = []
     captions: list[str] = []
     for batch in engine.generate(

@@ -15,25 +15,39 @@ What is computed, whatever the order of the samples:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from miles_rollout.errors import MilesRolloutError
-from miles_rollout.shapes import Float, Int
+from miles_rollout.shapes import Bool, Float, Int
+
+Std = Literal["batch", "group", "none"]
 
 
 class AdvantageError(MilesRolloutError, ValueError):
     """Rewards and group ids from which no advantage can be computed."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """What an iteration's samples are worth to the loss."""
+
+    values: Float[Tensor, " samples"]
+    """0 for a masked sample."""
+    trained: Bool[Tensor, " samples"] | None = None
+    """False: the sample is not replayed, and the mean of the loss is over the others (None: all
+    are)."""
+
+
 def group_advantages(
     rewards: Tensor | Sequence[Any],
     group_ids: Tensor | Sequence[Any],
     *,
-    std: Literal["batch", "group", "none"] = "batch",
+    std: Std = "batch",
     epsilon: float | int = 1e-4,
 ) -> Float[Tensor, " samples"]:
     """One advantage a sample, float32, on the device of ``rewards``."""
@@ -56,6 +70,55 @@ def group_advantages(
         advantages[rows] = centred if std == "none" else centred / scale
     device = rewards.device if isinstance(rewards, Tensor) else None
     return advantages.to(device=device, dtype=torch.float32)
+
+
+def gdpo_advantages(
+    rewards: Mapping[str, Float[Tensor, " samples"]],
+    weights: Mapping[str, float],
+    group_ids: Int[Tensor, " samples"],
+    *,
+    std: Std = "group",
+    epsilon: float | int = 1e-4,
+) -> Float[Tensor, " samples"]:
+    """The weighted sum of the advantages that each reward has by itself (GDPO, arXiv 2601.05242).
+
+    Each is centred and scaled in its group (or as ``std`` says) before they are added, so that two
+    rewards of different spread count by their weights alone. The further scaling of the sum over the
+    batch that the paper adds is left out. Raises ``AdvantageError`` without a weighted reward.
+    """
+    if not weights or weights.keys() - rewards.keys():
+        raise AdvantageError(
+            f"gdpo_advantages: needs the scores of every weighted reward; got {sorted(rewards)} for "
+            f"weights of {sorted(weights)}; pass those"
+        )
+    parts = [
+        weights[name] * group_advantages(rewards[name], group_ids, std=std, epsilon=epsilon)
+        for name in weights
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def best_and_worst(
+    rewards: Float[Tensor, " samples"],
+    group_ids: Int[Tensor, " samples"],
+    *,
+    best: int,
+    worst: int,
+) -> Bool[Tensor, " samples"]:
+    """True for the ``best`` highest and ``worst`` lowest finite rewards of each group.
+
+    Of equal rewards the earlier sample counts as the better one. 0 and 0: True for all.
+    """
+    values, ids = _checked(rewards, group_ids)
+    if not best and not worst:
+        return torch.ones(len(values), dtype=torch.bool)
+    chosen = torch.zeros(len(values), dtype=torch.bool)
+    for group in ids.unique():
+        rows = (values.isfinite() & (ids == group)).nonzero()[:, 0]
+        ranked = rows[values[rows].argsort(descending=True, stable=True)]
+        chosen[ranked[:best]] = True
+        chosen[ranked[max(len(ranked) - worst, 0) :]] = True
+    return chosen
 
 
 def zero_std_groups(rewards: Tensor | Sequence[Any], group_ids: Tensor | Sequence[Any]) -> int:

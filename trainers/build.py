@@ -16,12 +16,13 @@ from miles_rollout.errors import MilesRolloutError
 from miles_rollout.families import find_adapter
 from miles_rollout.loading import load_pipeline
 from trainers.algorithms import build_algorithm
+from trainers.algorithms.base import Algorithm
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig, for_family
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
 from trainers.family_checks import check_inputs, check_request, makes_video
-from trainers.policy import Policy
+from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.recorded import check_rollouts
 from trainers.rewards.scoring import Scorer
@@ -91,7 +92,7 @@ def run(config: TrainConfig) -> Path:
     if saved is not None and checkpoint is not None:
         trainer.restore(*saved)
         if not trainer.policy.is_exported(checkpoint):  # killed between a checkpoint and its export
-            trainer.policy.export(checkpoint)
+            trainer.export(checkpoint)
         _set_later_aside(trainer.checkpoints, trainer.iteration)
     config = trainer.config  # as its family resolved it
     (output_dir / "config.yaml").write_text(to_yaml(config))
@@ -116,7 +117,7 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
         seed=config.seed,
         gradient_checkpointing=config.model.gradient_checkpointing,
         compile_backend="inductor" if config.model.compile else None,
-        keep_reference=algorithm.needs_reference,
+        beside=_beside(algorithm),
         denoisers=config.model.denoisers,
     )
     return Trainer(
@@ -128,6 +129,13 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
         inputs.train_prompts,
         inputs.eval_prompts,
     )
+
+
+def _beside(algorithm: Algorithm) -> list[Beside]:
+    """The weights that an algorithm needs beside the trained ones."""
+    needs = algorithm.needs
+    kept: list[Beside] = [] if needs.reference is None else [needs.reference]
+    return [*kept, "old"] if needs.old_policy is not None else kept
 
 
 def build_engine(

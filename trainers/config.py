@@ -12,8 +12,10 @@ from typing import Literal
 from miles_rollout.families import class_name_of, find_adapter
 from miles_rollout.loading import TINY_PIPELINES, check_pipeline_name
 from miles_rollout.pipelines import PipelineAdapter
-from trainers.algorithms import AlgorithmConfig
+from trainers.algorithm_checks import check_algorithm
+from trainers.algorithms import AlgorithmConfig, GRPOConfig
 from trainers.config_loader import STRICT
+from trainers.ema import EMAConfig
 from trainers.family_checks import check_family, resolve_chunks
 from trainers.lora import LoraConfig
 from trainers.rewards.scoring import RewardConfig
@@ -210,8 +212,10 @@ class TrainConfig:
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="shape_match"),)
     """Added up by weight."""
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: AlgorithmConfig = field(default_factory=GRPOConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    ema: EMAConfig | None = None
+    """An average of the trained weights, for evaluation and export (null: none)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -227,6 +231,7 @@ class TrainConfig:
             object.__setattr__(self, "rollout", rollout)
             object.__setattr__(self, "eval", evaluation)
         self._check_batch()
+        check_algorithm(self.algorithm, self.rollout, self.model.lora)
         if self.debug.save_rollouts and self.debug.load_rollouts:
             raise ValueError(
                 "debug.save_rollouts has no effect with debug.load_rollouts: nothing is sampled; "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from miles_rollout.families import find_adapter
@@ -30,8 +32,14 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
     evaluations = points if adapter is None else adapter.num_steps(points)
     steps = rollout.window.choose(0, evaluations, config.seed)
     evaluated = config.eval.num_prompts or len(inputs.eval_prompts)
-    replays = 2 if build_algorithm(config.algorithm).needs_reference else 1
-    pairs = rollout.num_samples * len(steps)
+    needs = build_algorithm(config.algorithm).needs
+    others = [
+        *(["reference"] if needs.reference else []),
+        *(["old policy"] if needs.old_policy else []),
+    ]
+    trained = needs.fraction.choose(steps)
+    samples = rollout.num_prompts * (needs.samples_of_group or rollout.group_size)
+    pairs = samples * len(trained)
     lines = [
         to_yaml(config).rstrip(),
         "",
@@ -39,15 +47,18 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {rollout.num_prompts} prompts x {rollout.group_size} samples = {rollout.num_samples} "
         f"samples an iteration, in {rollout.num_chunks} chunks of {rollout.rows} rows",
         f"  {optim.updates_per_iteration} updates of "
-        f"{rollout.num_samples // optim.updates_per_iteration} samples x {len(steps)} trained "
-        f"steps {list(steps)} (window of iteration 0)",
+        f"{samples // optim.updates_per_iteration} samples x {len(trained)} trained "
+        f"steps {_told_steps(steps, trained, needs.fraction.order)} (window of iteration 0)",
         f"  backward of {optim.micro_batch_size or rollout.rows} rows at a time",
         f"  {len(inputs.train_prompts)} training prompts; evaluation of {evaluated} held-out "
         f"prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
         _rollout_forwards(config, evaluations, min(steps), branches),
-        f"  train {pairs * branches * replays} = {rollout.num_samples} x {len(steps)} steps x "
-        f"{branches}{' x 2 (reference for the KL)' if replays == 2 else ''}, with backward",
+        f"  train {pairs * branches} = {samples} x {len(trained)} steps x {branches}, with backward",
+        *(
+            f"  {other} {pairs * branches}, without backward: the same samples and steps"
+            for other in others
+        ),
         "memory",
         *_memory(config, sizes, len(steps), evaluations),
     ]
@@ -58,6 +69,12 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
             "chunk of their prompts"
         )
     return "\n".join(lines)
+
+
+def _told_steps(steps: Sequence[int], trained: Sequence[int], order: str) -> str:
+    if len(trained) == len(steps):
+        return f"{list(steps)}"
+    return f"{list(trained)}" if order == "first" else f"drawn of {list(steps)} for each chunk"
 
 
 def _rollout_forwards(config: TrainConfig, steps: int, prefix: int, branches: int) -> str:

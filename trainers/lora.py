@@ -21,7 +21,8 @@ import peft
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainers.adapters import (
@@ -45,6 +46,7 @@ __all__ = [
     "base_model",
     "export_lora",
     "load_adapter_tensors",
+    "load_exported",
     "trainable_parameters",
     "use_adapter",
     "weights_name",
@@ -87,6 +89,9 @@ class LoraConfig:
     """Only 0: a mask drawn anew in each forward makes replay differ from rollout."""
     init: Literal["gaussian", "default"] = "gaussian"
     """How A starts: normal with std 1 / rank, or as a linear layer of torch. B starts at 0."""
+    start: str | None = None
+    """A LoRA to start from, of this rank, alpha and these targets: a folder that holds an exported
+    one, such as a checkpoint's (null: as ``init`` says)."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -185,6 +190,39 @@ def export_lora(
     _sort_header(partial)
     partial.replace(path)
     return path
+
+
+def load_exported(
+    module: nn.Module, path: Path, config: LoraConfig, *, adapter_name: str = "default"
+) -> None:
+    """Copy an exported LoRA into an adapter, all of it: what `export_lora` wrote, or diffusers.
+
+    Raises ``LoraError`` for a file that is none, that was made with another rank or alpha, or whose
+    names or shapes do not fit.
+    """
+    where = f"lora.start: {path}"
+    try:
+        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            header = file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise LoraError(
+            f"{where} cannot be read; got {error}; set a folder with {path.name}, or null"
+        ) from None
+    told = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    for key, wanted in (("r", config.rank), ("lora_alpha", config.alpha)):
+        found = told.get(f"{_PREFIX}.{key}", wanted)
+        if found != wanted:
+            name = {"r": "rank", "lora_alpha": "alpha"}[key]
+            raise LoraError(
+                f"{where} was made with another strength; got {name} {found} for {wanted}; set "
+                f"lora.{name} to {found}"
+            )
+    named = {name.removeprefix(f"{_PREFIX}."): tensor for name, tensor in tensors.items()}
+    try:
+        load_adapter_tensors(module, named, adapter_name)
+    except LoraError as error:
+        raise LoraError(f"{where} does not fit: {error}") from None
 
 
 def _sort_header(path: Path) -> None:

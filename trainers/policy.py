@@ -1,12 +1,17 @@
-"""The weights that are trained: a LoRA, or all of the denoiser, and the reference beside them."""
+"""The weights that are trained, a LoRA or all of the denoiser, and those that stand beside them.
+
+Beside them may stand, frozen: the base, the LoRA that the run started from ("start"), and the policy
+that samples where that is another one ("old"). With a LoRA the first is free and the others are
+adapters; full weights are copied.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +26,13 @@ from trainers.lora import (
     base_model,
     export_lora,
     load_adapter_tensors,
+    load_exported,
+    use_adapter,
     weights_name,
 )
+
+Beside: TypeAlias = Literal["base", "start", "old"]
+"""Weights that are not trained."""
 
 
 class PolicyError(MilesRolloutError, ValueError):
@@ -43,7 +53,7 @@ class Policy:
         seed: int,
         gradient_checkpointing: bool = False,
         compile_backend: str | None = None,
-        keep_reference: bool = False,
+        beside: Collection[Beside] = (),
         denoisers: Sequence[str] | None = None,
     ) -> None:
         self.engine = engine
@@ -53,13 +63,20 @@ class Policy:
         for component in pipe.components.values():
             if isinstance(component, nn.Module):
                 component.requires_grad_(False).eval()
-        self._reference: dict[str, nn.Module] = {}
+        self.beside: tuple[Beside, ...] = tuple(b for b in ("start", "old") if b in beside)
+        self._copies: dict[Beside, dict[str, nn.Module]] = {}
+        if lora is None:
+            kept: list[Beside] = [b for b in ("base", "old") if b in beside]
+            self._copies = {
+                b: {name: copy.deepcopy(module) for name, module in self.modules.items()}
+                for b in kept
+            }
         for name, module in self.modules.items():
             if lora is not None:
-                attach_lora(module, lora, seed=derive_seed("lora", seed, name))
+                # The trained one last: it is the active one then.
+                for adapter in (*self.beside, "default"):
+                    self._attach(module, lora, name, derive_seed("lora", seed, name), adapter)
             else:
-                if keep_reference:
-                    self._reference[name] = copy.deepcopy(module)
                 module.requires_grad_(True)
             if gradient_checkpointing:
                 checkpointed: Any = module
@@ -77,6 +94,14 @@ class Policy:
             if parameter.requires_grad
         }
 
+    def _attach(
+        self, module: nn.Module, lora: LoraConfig, denoiser: str, seed: int, adapter: str
+    ) -> None:
+        attach_lora(module, lora, seed=seed, adapter_name=adapter)
+        if lora.start is not None:
+            path = Path(lora.start) / weights_name(denoiser)
+            load_exported(module, path, lora, adapter_name=adapter)
+
     def without_gradient(self) -> list[str]:
         """The trained denoisers that the last backward did not reach."""
         return [
@@ -86,42 +111,87 @@ class Policy:
         ]
 
     @contextlib.contextmanager
-    def reference(self) -> Iterator[None]:
-        """Inside, the engine runs the model that training started from.
+    def reference(self, which: Literal["base", "start"] = "base") -> Iterator[None]:
+        """Inside, the engine runs the base model, or the LoRA that the run started from.
 
-        With a LoRA that is the base model; with full weights it is the copy that
-        ``keep_reference`` made. Raises ``PolicyError`` if there is none.
+        With full weights both are the copy that ``beside`` asked for. Raises ``PolicyError`` if there
+        is none.
         """
+        with self._instead("base" if self.lora is None else which):
+            yield
+
+    @contextlib.contextmanager
+    def old(self) -> Iterator[None]:
+        """Inside, the engine runs the old policy. Raises ``PolicyError`` if none is kept."""
+        with self._instead("old"):
+            yield
+
+    @contextlib.contextmanager
+    def _instead(self, which: Beside) -> Iterator[None]:
+        missing = which not in (self._copies if self.lora is None else (*self.beside, "base"))
+        if missing:
+            raise PolicyError(
+                f"policy: no weights {which!r} are kept beside the trained ones; got "
+                f"{sorted(self._copies) if self.lora is None else ['base', *self.beside]}; choose an "
+                "algorithm that needs them, such as one with kl_beta > 0"
+            )
         with contextlib.ExitStack() as stack:
             for name, module in self.modules.items():
-                if self.lora is not None:
-                    stack.enter_context(base_model(module))
-                elif name in self._reference:
-                    vars(self.engine.pipe)[name] = self._reference[name]
+                if self.lora is None:
+                    vars(self.engine.pipe)[name] = self._copies[which][name]
                     stack.callback(vars(self.engine.pipe).__setitem__, name, module)
+                elif which == "base":
+                    stack.enter_context(base_model(module))
                 else:
-                    raise PolicyError(
-                        "policy: full weights have no reference unless one is kept; got "
-                        "keep_reference False; set algorithm.kl_beta > 0 or train a LoRA"
-                    )
+                    stack.enter_context(use_adapter(module, which))
             yield
 
     @property
     def has_reference(self) -> bool:
         """Whether `reference` can be entered."""
-        return self.lora is not None or bool(self._reference)
+        return self.lora is not None or "base" in self._copies
 
-    def tensors(self) -> dict[str, Tensor]:
-        """A copy of what is trained, to save."""
+    @torch.no_grad()
+    def update_old(self, decay: float) -> None:
+        """``old <- decay old + (1 - decay) trained``, every weight in float32."""
+        trained = self.tensors()
+        old = self.tensors("old")
+        self.load(
+            {
+                name: tensor if decay == 0 else old[name].lerp(tensor, 1 - decay)
+                for name, tensor in trained.items()
+            },
+            "old",
+        )
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Copies of what is trained and of what stands beside it and changes, to save."""
+        kept = (
+            self.beside if self.lora is not None else tuple(b for b in self._copies if b == "old")
+        )
+        return {"policy": self.tensors(), **{name: self.tensors(name) for name in kept}}
+
+    def restore(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Put back what `state` gave. Raises ``PolicyError`` where a group is missing."""
+        for name in self.state():
+            if name not in groups:
+                raise PolicyError(
+                    f"policy: the checkpoint has no weights {name!r}; got {sorted(groups)}; set the "
+                    "algorithm of the saved run"
+                )
+            self.load(groups[name], "default" if name == "policy" else name)
+
+    def tensors(self, which: str = "default") -> dict[str, Tensor]:
+        """A copy of what is trained, or of the weights ``which`` beside it."""
         if self.lora is None:
-            return {name: p.detach().clone() for name, p in self.parameters.items()}
+            return {name: p.detach().clone() for name, p in self._full(which).items()}
         return {
             f"{denoiser}.{name}": tensor
             for denoiser, module in sorted(self.modules.items())
-            for name, tensor in adapter_tensors(module).items()
+            for name, tensor in adapter_tensors(module, which).items()
         }
 
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], which: str = "default") -> None:
         """Put back what `tensors` gave: every name, and no other. Raises if one does not fit."""
         known = {f"{denoiser}." for denoiser in self.modules}
         foreign = [name for name in tensors if not any(name.startswith(k) for k in known)]
@@ -130,13 +200,22 @@ class Policy:
                 f"policy: weights of another model; got {foreign[:3]} for denoisers "
                 f"{sorted(self.modules)}; set the pipeline of the saved run"
             )
+        if self.lora is None:
+            _load_full(self._full(which), tensors)
+            return
         for denoiser, module in self.modules.items():
             prefix = f"{denoiser}."
             part = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-            if self.lora is not None:
-                load_adapter_tensors(module, part)
-            else:
-                _load_full(module, part)
+            load_adapter_tensors(module, part, which)
+
+    def _full(self, which: str) -> dict[str, nn.Parameter]:
+        """All parameters of the denoisers, or of their copies, as ``<denoiser>.<name>``, sorted."""
+        modules = self.modules if which == "default" else self._copies[which]  # type: ignore[index]
+        return {
+            f"{denoiser}.{name}": parameter
+            for denoiser, module in sorted(modules.items())
+            for name, parameter in sorted(module.named_parameters())
+        }
 
     def export(self, folder: Path) -> None:
         """Write a LoRA, a file a denoiser, for stock diffusers; full weights need none."""
@@ -184,8 +263,7 @@ def _compile(module: Any, backend: str) -> None:
     module.compile_repeated_blocks(dynamic=True, backend=backend)
 
 
-def _load_full(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    parameters: dict[str, Any] = dict(module.named_parameters())
+def _load_full(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     unfit = {n for n, p in parameters.items() if n not in tensors or tensors[n].shape != p.shape}
     unfit |= tensors.keys() - parameters.keys()
     if unfit:

@@ -40,7 +40,11 @@ def save_rollout(
     tensors = {f"component:{name}": values for name, values in scores.components.items()}
     tensors |= {"total": scores.total, "masked": scores.masked}
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "scores.safetensors")
-    document = {"chunks": chunks, "errors": list(scores.errors)}
+    document = {
+        "chunks": chunks,
+        "errors": list(scores.errors),
+        "weights": dict(scores.weights),
+    }
     (folder / "rollout.json").write_text(json.dumps(document, indent=1))
 
 
@@ -85,6 +89,7 @@ def load_rollout(root: Path, iteration: int) -> tuple[list[RolloutBatch], Scores
         components=components,
         masked=tensors["masked"],
         errors=tuple(document["errors"]),
+        weights=document["weights"],
     )
     return batches, scores
 

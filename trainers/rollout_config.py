@@ -10,7 +10,7 @@ from typing import Any, Literal
 from miles_rollout.params import LatentDtype, RolloutParams
 from miles_rollout.transitions import SdeType
 from trainers.config_loader import STRICT
-from trainers.windows import AllSteps, RandomWindow, Window
+from trainers.windows import AllSteps, Window
 
 OWN_KEYS = (
     "num_inference_steps",
@@ -56,11 +56,12 @@ class RolloutConfig:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the pipeline's call, by its own names; one that it lacks is an error."""
     sde_type: SdeType = "sde"
-    """The kind of the stochastic steps (docs/numerics.md); ode is refused."""
+    """The kind of the stochastic steps (docs/numerics.md); ode: there are none, for algorithms
+    without log-probs."""
     noise_level: float = 0.7
     """eta of the papers."""
     window: Window = field(default_factory=AllSteps)
-    """Which steps are stochastic, and so trained."""
+    """Which steps are trained; they are the stochastic ones, unless sde_type is ode."""
     sde_streams: tuple[str, ...] | None = None
     """The latent streams that are stochastic, and so trained, such as [video] (null: all)."""
     stream_weights: Literal["element"] | Mapping[str, float] = "element"
@@ -98,8 +99,6 @@ class RolloutConfig:
                 f"share_prefix needs chunks of the same prompts; got chunk_size {self.chunk_size} "
                 f"for {self.num_prompts} prompts; set a chunk_size that divides num_prompts"
             )
-        if self.sde_type == "ode":
-            raise ValueError("an ode rollout has no log-prob to train on; set sde_type sde or cps")
         self._check_guidance()
         self._check_streams()
         for name in self.sampling:
@@ -156,12 +155,7 @@ class RolloutConfig:
         steps = self.window.choose(0, num_steps, 0)
         self.params(steps)
         last = num_steps - 1
-        if isinstance(self.window, RandomWindow):
-            start = self.window.start_max
-            reach = last if start is None else start + self.window.size - 1
-        else:
-            reach = max(steps)
-        if self.sde_type == "cps" and reach == last:
+        if self.sde_type == "cps" and self.window.reach(num_steps) == last:
             raise ValueError(
                 f"cps has no density in the last step {last}, which ends at sigma 0; leave it out "
                 "of the window, for example by window.exclude_last true"
@@ -184,6 +178,10 @@ class RolloutConfig:
 
     def params(self, steps: tuple[int, ...]) -> RolloutParams:
         """Stochastic in ``steps``; kept are the states before and after them, and no others."""
+        if self.sde_type == "ode":
+            return RolloutParams(
+                sde_type="ode", return_step_indices=(), latent_dtype=self.latent_dtype
+            )
         return RolloutParams(
             sde_type=self.sde_type,
             noise_level=self.noise_level,

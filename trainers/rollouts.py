@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
-from miles_rollout import RolloutBatch, RolloutEngine
+from miles_rollout import RolloutBatch, RolloutEngine, RolloutParams
 from trainers import recorded
+from trainers.algorithms.base import Needs
 from trainers.config import TrainConfig
 from trainers.data import PromptRecord, PromptSampler
 from trainers.iteration_metrics import Clock
+from trainers.policy import Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.rewards.scoring import Scorer, Scores
 
@@ -21,17 +24,22 @@ logger = logging.getLogger(__name__)
 
 @final
 class Rollouts:
-    """Prompts, window and noise are functions of (seed, iteration); the weights are those of now."""
+    """Prompts, window and noise are functions of (seed, iteration); the weights are those of now, or
+    of the old policy where an algorithm asks for one."""
 
     def __init__(
         self,
         config: TrainConfig,
         engine: RolloutEngine,
+        policy: Policy,
+        needs: Needs,
         scorer: Scorer,
         prompts: Sequence[PromptRecord],
     ) -> None:
         self.config = config
         self.engine = engine
+        self.policy = policy
+        self.needs = needs
         self.scorer = scorer
         self.prompts = list(prompts)
         self.sampler = PromptSampler(len(self.prompts), config.rollout.num_prompts, config.seed)
@@ -45,7 +53,7 @@ class Rollouts:
         batches = []
         chunks = self.chunks(iteration)
         while True:
-            with clock.time("rollout_s"):
+            with clock.time("rollout_s"), self._sampling_policy():
                 batch = next(chunks, None)
             if batch is None:
                 break
@@ -64,6 +72,18 @@ class Rollouts:
             recorded.save_rollout(folder, iteration, batches, scores)
         return batches, scores
 
+    def _sampling_policy(self) -> Any:
+        return nullcontext() if self.needs.old_policy is None else self.policy.old()
+
+    def _params(self, window: tuple[int, ...], num_steps: int) -> RolloutParams:
+        """What the algorithm needs of the window's steps."""
+        params = self.config.rollout.params(window)
+        if self.needs.log_probs:
+            return replace(params, return_means=self.needs.means)
+        # Of an iteration without log-probs the finished samples are kept, and how the denoiser was
+        # called; where the sampler is stochastic nevertheless, it is so in the window.
+        return replace(params, return_step_indices=(num_steps,), call_step_indices=window)
+
     def chunks(self, iteration: int) -> Iterator[RolloutBatch]:
         """The rollout of an iteration, chunk by chunk, not decoded."""
         rollout = self.config.rollout
@@ -73,7 +93,7 @@ class Rollouts:
         yield from self.engine.generate(
             [record.prompt for record in records],
             rollout.group_size,
-            rollout.params(window),
+            self._params(window, steps),
             seed=self.config.seed,
             iteration=iteration,
             metadata=[record.metadata for record in records],

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from miles_rollout import RolloutBatch, RolloutEngine
-from trainers.algorithm import Algorithm
+from trainers.advantages import Advantages
+from trainers.algorithms.base import Algorithm
 from trainers.checkpoint import (
     checkpoint_folder,
     pack_optimizer,
@@ -28,6 +30,7 @@ from trainers.checkpoint import (
 from trainers.config import TrainConfig
 from trainers.config_loader import to_tree
 from trainers.data import PromptRecord
+from trainers.ema import EMA
 from trainers.evaluation import Evaluation, before_and_after, evaluate
 from trainers.iteration_metrics import Clock, log_prob_metrics, reward_metrics, update_metrics
 from trainers.policy import Policy
@@ -60,7 +63,7 @@ class Trainer:
         self.policy = policy
         self.algorithm = algorithm
         self.scorer = scorer
-        self.rollouts = Rollouts(config, engine, scorer, train_prompts)
+        self.rollouts = Rollouts(config, engine, policy, algorithm.needs, scorer, train_prompts)
         self.eval_prompts = list(eval_prompts)
         optim = config.optim
         self._settings: dict[str, Any] = {
@@ -70,6 +73,7 @@ class Trainer:
             "weight_decay": optim.weight_decay,
         }
         self.optimizer = torch.optim.AdamW(policy.parameters.values(), **self._settings)
+        self.ema = None if config.ema is None else EMA(config.ema, policy.parameters)
         self.iteration = 0
         self.num_updates = 0
         self.best: dict[str, float] = {}
@@ -82,10 +86,12 @@ class Trainer:
     def save(self) -> Path:
         """Write the whole state as the checkpoint of the iterations that are done."""
         moments, optimizer = pack_optimizer(self.optimizer, list(self.policy.parameters))
+        averaged = {} if self.ema is None else {"ema": self.ema.tensors()}
         folder = save_checkpoint(
             checkpoint_folder(self.checkpoints, self.iteration),
-            {"policy": self.policy.tensors(), "optimizer": moments},
+            {**self.policy.state(), **averaged, "optimizer": moments},
             {
+                "ema_updates": None if self.ema is None else self.ema.num_updates,
                 "iteration": self.iteration,
                 "num_updates": self.num_updates,
                 "best": self.best,
@@ -94,17 +100,28 @@ class Trainer:
                 "prompts": self._prompts(),
             },
         )
-        self.policy.export(folder)
+        self.export(folder)
         best = self.best.get("iteration")
         protect = [] if best is None else [checkpoint_folder(self.checkpoints, int(best))]
         prune(self.checkpoints, self.config.checkpoint.keep, protect=protect)
         return folder
 
+    def export(self, folder: Path) -> None:
+        """Write a LoRA for stock diffusers: the average, where one is kept and wanted."""
+        with self._averaged("export"):
+            self.policy.export(folder)
+
+    def _averaged(self, use: Literal["evaluate", "export"]) -> AbstractContextManager[None]:
+        if self.ema is None or not getattr(self.ema.config, use):
+            return nullcontext()
+        return self.ema.applied(self.policy.parameters)
+
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Continue from what `save` wrote; settings are those of the config of now."""
-        self.policy.load(tensors["policy"])
+        self.policy.restore(tensors)
+        self._restore_average(tensors, state)
         unpack_optimizer(
             self.optimizer, list(self.policy.parameters), tensors["optimizer"], state["optimizer"]
         )
@@ -117,6 +134,18 @@ class Trainer:
             state["config"] | {"prompts": state["prompts"]},
             to_tree(self.config) | {"prompts": self._prompts()},
         )
+
+    def _restore_average(
+        self, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+    ) -> None:
+        if self.ema is None:
+            return
+        if "ema" not in tensors:
+            raise TrainingError(
+                "resume: the checkpoint has no average of its weights; got ema in the config only; "
+                "set ema null, as in the saved run"
+            )
+        self.ema.load(tensors["ema"], state["ema_updates"])
 
     def _prompts(self) -> dict[str, str]:
         return prompt_digests(self.rollouts.prompts, self.eval_prompts)
@@ -151,7 +180,7 @@ class Trainer:
             samples |= self._eval_samples(evaluation)
         batches, scores = self.rollouts.collect(self.iteration, clock)
         group_ids = torch.cat([batch.group_ids for batch in batches])
-        advantages = self.algorithm.advantages(scores.total, group_ids)
+        advantages = self.algorithm.advantages(scores, group_ids)
         metrics |= reward_metrics(scores, group_ids) | log_prob_metrics(batches)
         media = [m for b in batches for m in b.media or []]  # a recorded rollout has none
         if media and tracker.wants_media(self.iteration):
@@ -162,10 +191,14 @@ class Trainer:
             trained, histograms = self._train(batches, advantages, ~scores.masked)
         metrics |= trained
         clock.seconds["iteration_s"] = time.perf_counter() - started
+        if self.algorithm.needs.old_policy is not None:
+            decay = self.algorithm.needs.old_policy.of(self.iteration)
+            self.policy.update_old(decay)
+            metrics["train/old_policy_decay"] = decay
         metrics |= {f"perf/{name}": value for name, value in clock.seconds.items()}
         spent = clock.seconds["iteration_s"] - clock.seconds["eval_s"]
         metrics["perf/samples_per_s"] = len(group_ids) / spent
-        histograms["train/advantages"] = advantages
+        histograms["train/advantages"] = advantages.values
         tracker.log(self.iteration, metrics, histograms=histograms, samples=samples)
         shown = {"reward": f"{metrics['rollout/reward/mean']:.3f}"}
         if "train/ratio_abs_minus_1" in metrics:
@@ -176,16 +209,10 @@ class Trainer:
             self.save()
 
     def _train(
-        self, batches: Sequence[RolloutBatch], advantages: Tensor, live: Tensor
+        self, batches: Sequence[RolloutBatch], advantages: Advantages, live: Tensor
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """All updates of an iteration; the first is compared with the rollout."""
-        sizes = [len(batch.group_ids) for batch in batches]
-        chunks = [
-            TrainChunk(batch=batch, advantages=part, weights=weights.to(part))
-            for batch, part, weights in zip(
-                batches, advantages.split(sizes), live.split(sizes), strict=True
-            )
-        ]
+        chunks = self._chunks(batches, advantages, live)
         optim = self.config.optim
         per_update, left = divmod(len(chunks), optim.updates_per_iteration)
         if left:
@@ -209,6 +236,8 @@ class Trainer:
                 max_grad_norm=optim.max_grad_norm,
             )
             self.num_updates += 1
+            if self.ema is not None:
+                self.ema.update(self.policy.parameters)
             reduced = metrics.reduce()
             records.append(reduced | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr})
             if update == 0:
@@ -218,7 +247,27 @@ class Trainer:
             if metrics.ratios is not None:
                 histograms[f"train/ratios/update_{update}"] = metrics.ratios
         told = {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
+        told["train/num_samples"] = sum(chunk.weights.sum().item() for chunk in chunks)
         return update_metrics(records) | told, histograms
+
+    def _chunks(
+        self, batches: Sequence[RolloutBatch], advantages: Advantages, live: Tensor
+    ) -> list[TrainChunk]:
+        sizes = [len(batch.group_ids) for batch in batches]
+        trained = advantages.trained
+        weights = live if trained is None else live & trained
+        rows: list[list[int] | None] = [None] * len(batches)
+        if trained is not None and not trained.all():
+            # A chunk of which nothing is trained makes its call with one row, at weight 0.
+            rows = [part.nonzero()[:, 0].tolist() or [0] for part in trained.split(sizes)]
+        parts = zip(
+            batches, advantages.values.split(sizes), weights.split(sizes), rows, strict=True
+        )
+        key = (self.config.seed, self.iteration)
+        return [
+            TrainChunk(batch=batch, advantages=value, weights=weight.to(value), rows=row, key=key)
+            for batch, value, weight, row in parts
+        ]
 
     def _set_lr(self) -> float:
         warmup = self.config.optim.warmup_updates
@@ -258,9 +307,10 @@ class Trainer:
     # -- evaluation -------------------------------------------------------------------------------
 
     def _evaluate(self) -> Evaluation:
-        evaluation = evaluate(
-            self.engine, self.eval_prompts, self.scorer, self.config.eval, self.config.rollout
-        )
+        with self._averaged("evaluate"):
+            evaluation = evaluate(
+                self.engine, self.eval_prompts, self.scorer, self.config.eval, self.config.rollout
+            )
         if evaluation.mean > self.best.get("reward", -float("inf")):
             self.best = {"iteration": self.iteration, "reward": evaluation.mean}
             if self.iteration:
@@ -282,15 +332,16 @@ class Trainer:
         return {"eval/samples": evaluation.samples()} if wanted else {}
 
     def _show_before_and_after(self) -> None:
-        pair = before_and_after(
-            self.engine,
-            self.eval_prompts,
-            self.config.eval,
-            self.config.rollout,
-            self.policy.reference(),
-            self.scorer,
-            count=min(self.config.tracking.num_media, 8),
-        )
+        with self._averaged("evaluate"):
+            pair = before_and_after(
+                self.engine,
+                self.eval_prompts,
+                self.config.eval,
+                self.config.rollout,
+                self.policy.reference(),
+                self.scorer,
+                count=min(self.config.tracking.num_media, 8),
+            )
         samples = [s for both in zip(*(e.samples() for e in pair), strict=True) for s in both]
         captions = [
             f"{'before' if i % 2 == 0 else 'after'}: {s.caption}" for i, s in enumerate(samples)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from miles_rollout import Replay, RolloutBatch, RolloutEngine
+from miles_rollout import RolloutBatch, RolloutEngine
 from miles_rollout.errors import MilesRolloutError
-from trainers.algorithm import Algorithm, LossTerms
+from miles_rollout.noise import derive_seed
+from trainers.algorithms.base import Algorithm, LossTerms
 from trainers.losses import STREAM_REDUCTIONS, ratio_metrics
 from trainers.policy import Policy
+from trainers.trained_step import TrainedStep
 
 
 class TrainingError(MilesRolloutError, RuntimeError):
@@ -29,6 +31,23 @@ class TrainChunk:
     """[B]; 0 where masked."""
     weights: Tensor
     """[B]: 1, or 0 for a masked sample, which still passes through the denoiser."""
+    rows: Sequence[int] | None = None
+    """Those that are replayed at all (None: all, as they were sampled, so that replay is bitwise)."""
+    key: tuple[int, ...] = field(default=(0, 0))
+    """(seed, iteration): with a row's prompt and sample it keys what is drawn for training."""
+
+    @property
+    def seeds(self) -> list[int]:
+        """One a row."""
+        ids = zip(self.batch.group_ids.tolist(), self.batch.sample_ids.tolist(), strict=True)
+        return [derive_seed("training", *self.key, prompt, sample) for prompt, sample in ids]
+
+    def steps(self, algorithm: Algorithm) -> list[int]:
+        """The steps that are trained: all that were recorded, or the part that is asked for."""
+        needs, trajectory = algorithm.needs, self.batch.trajectory
+        recorded = trajectory.replayable_steps if needs.log_probs else trajectory.call_steps
+        first = (int(self.batch.group_ids[0]), int(self.batch.sample_ids[0]))
+        return needs.fraction.choose(recorded, *self.key, *first)
 
 
 class UpdateMetrics:
@@ -84,11 +103,11 @@ def run_update(
     """
     metrics = UpdateMetrics(algorithm.reductions)
     optimizer.zero_grad(set_to_none=True)
-    steps = {id(chunk): chunk.batch.trajectory.replayable_steps for chunk in chunks}
-    count = sum(chunk.weights.sum().item() * len(steps[id(chunk)]) for chunk in chunks)
-    for chunk in chunks:
-        for rows in _micro_batches(len(chunk.weights), micro_batch_size):
-            for step in steps[id(chunk)]:
+    steps = [chunk.steps(algorithm) for chunk in chunks]
+    count = sum(c.weights.sum().item() * len(s) for c, s in zip(chunks, steps, strict=True))
+    for chunk, trained in zip(chunks, steps, strict=True):
+        for rows in _micro_batches(chunk, micro_batch_size):
+            for step in trained:
                 terms, told, gaps = _terms(engine, policy, algorithm, chunk, step, rows)
                 weights = chunk.weights if rows is None else chunk.weights[rows]
                 loss = (terms.loss * weights.to(terms.loss)).sum() / max(count, 1)
@@ -115,37 +134,35 @@ def _terms(
     rows: list[int] | None,
 ) -> tuple[LossTerms, dict[str, Tensor], dict[str, Tensor]]:
     """The loss of a step, the metrics of its streams, and the gaps of its log-probs."""
-    trajectory = chunk.batch.trajectory
-    old_streams = {name: s.log_probs[:, step] for name, s in trajectory.streams.items()}
-    old = trajectory.joint(old_streams, step)
-    advantages = chunk.advantages
-    if rows is not None:
-        old, advantages = old[rows], advantages[rows]
-        old_streams = {name: values[rows] for name, values in old_streams.items()}
-    replay = engine.replay(trajectory, step, rows)
-    reference: Replay | None = None
-    if algorithm.needs_reference:
-        with torch.no_grad(), policy.reference():
-            reference = engine.replay(trajectory, step, rows)
-    old = old.to(replay.log_prob.device)
-    terms = algorithm.terms(replay, old, advantages.to(old.device), reference)
-    told: dict[str, Tensor] = {}
-    gaps = {f"step_{step}": (replay.log_prob.detach() - old).abs()}
-    if len(trajectory.streams) > 1:
-        for name, stream in replay.streams.items():
-            log_ratio = stream.log_prob.detach() - old_streams[name].to(old.device)
+    trained = TrainedStep(
+        engine,
+        policy,
+        chunk.batch.trajectory,
+        step,
+        advantages=chunk.advantages,
+        seeds=chunk.seeds,
+        rows=rows,
+    )
+    terms = algorithm.terms(trained)
+    replay, told, gaps = trained.replayed, dict[str, Tensor](), dict[str, Tensor]()
+    if replay is not None and algorithm.needs.log_probs:
+        gaps[f"step_{step}"] = (replay.log_prob.detach() - trained.old_log_probs).abs()
+        for name, stream in replay.streams.items() if len(trained.trajectory.streams) > 1 else ():
+            log_ratio = stream.log_prob.detach() - trained.old_stream_log_probs[name]
             told |= {f"{key}/{name}": value for key, value in ratio_metrics(log_ratio).items()}
             gaps[f"{name}/step_{step}"] = log_ratio.abs()
     return terms, told, gaps
 
 
-def _micro_batches(rows: int, size: int | None) -> Iterator[list[int] | None]:
+def _micro_batches(chunk: TrainChunk, size: int | None) -> Iterator[list[int] | None]:
     """None: the rollout's batch as it is, whose replay is bitwise."""
-    if size is None or size >= rows:
+    count = len(chunk.weights)
+    if chunk.rows is None and (size is None or size >= count):
         yield None
         return
-    for start in range(0, rows, size):
-        yield list(range(start, min(start + size, rows)))
+    rows = list(range(count) if chunk.rows is None else chunk.rows)
+    for start in range(0, len(rows), size or len(rows)):
+        yield rows[start : start + (size or len(rows))]
 
 
 def _check_loss(loss: Tensor, chunk: TrainChunk, step: int, rows: list[int] | None) -> None:

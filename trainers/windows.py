@@ -6,6 +6,9 @@ whatever else draws random numbers. Steps and iterations count from 0.
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -35,6 +38,10 @@ class AllSteps:
             )
         return steps
 
+    def reach(self, num_steps: int) -> int:
+        """The last step that any iteration trains."""
+        return max(self.choose(0, num_steps, 0))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedWindow:
@@ -61,6 +68,10 @@ class FixedWindow:
                 f"steps within 0..{num_steps - 1}"
             )
         return self.steps
+
+    def reach(self, num_steps: int) -> int:
+        """The last step that any iteration trains."""
+        return max(self.choose(0, num_steps, 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +114,129 @@ class RandomWindow:
         start = self.start_min + draw % (start_max - self.start_min + 1)
         return tuple(range(start, start + self.size))
 
+    def reach(self, num_steps: int) -> int:
+        """The last step that any iteration trains."""
+        last = num_steps - self.size
+        return (last if self.start_max is None else self.start_max) + self.size - 1
 
-Window = Annotated[AllSteps | FixedWindow | RandomWindow, Field(discriminator="type")]
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgressiveWindow:
+    """Consecutive steps that move on along the schedule as the run goes (arXiv 2507.21802, sec. 3).
+
+    The window stays at each of its places for ``iterations`` iterations, or for a number that falls
+    from place to place: early steps, which decide most, are trained longest. Place p begins at
+    ``start_min + p shift``.
+    """
+
+    __pydantic_config__ = STRICT
+
+    type: Literal["progressive"] = "progressive"
+    size: int = 4
+    """How many steps."""
+    shift: int | None = 1
+    """Steps from one place to the next; below ``size`` places overlap (null: ``size``)."""
+    iterations: int = 25
+    """Iterations at a place; with a decay, at the first."""
+    decay: Literal["none", "linear", "exponential"] = "none"
+    """"linear": falls to ``min_iterations`` at the last place. "exponential": iterations times
+    exp(-decay_rate max(0, step - decay_start)) at a place that begins at step, rounded up."""
+    min_iterations: int = 1
+    """Of a linear decay."""
+    decay_rate: float = 0.1
+    """Of an exponential decay."""
+    decay_start: int = 13
+    """Of an exponential decay: the step up to which nothing decays."""
+    start_min: int = 0
+    """The step at which the first place begins."""
+    start_max: int | None = None
+    """The last step at which a place may begin (null: where it still fits)."""
+    roll_back: bool = True
+    """After the last place it begins anew at the first; false: it stays at the last."""
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or (self.shift is not None and self.shift < 1):
+            raise ConfigError(
+                f"size and shift: must be positive; got {self.size}, {self.shift}; set >= 1"
+            )
+        if not 1 <= self.min_iterations <= self.iterations:
+            raise ConfigError(
+                f"iterations: must be at least min_iterations, and that at least 1; got "
+                f"{self.iterations} and {self.min_iterations}; set for example 25 and 1"
+            )
+        if self.decay_rate < 0 or self.decay_start < 0 or self.start_min < 0:
+            raise ConfigError(
+                "decay_rate, decay_start and start_min: must not be negative; got "
+                f"{self.decay_rate}, {self.decay_start}, {self.start_min}; set >= 0"
+            )
+        if self.start_max is not None and self.start_max < self.start_min:
+            raise ConfigError(
+                f"start_max: must not be below start_min; got {self.start_max} and "
+                f"{self.start_min}; set start_max >= {self.start_min}"
+            )
+
+    def choose(self, iteration: int, num_steps: int, seed: int) -> tuple[int, ...]:
+        """The steps that ``iteration`` trains, of ``num_steps``."""
+        places = self._places(num_steps)
+        stays = [self._stay(place, len(places), start) for place, start in enumerate(places)]
+        if self.roll_back:
+            iteration %= sum(stays)
+        start = places[-1]
+        for place, stay in zip(places, stays, strict=True):
+            if iteration < stay:
+                start = place
+                break
+            iteration -= stay
+        return tuple(range(start, start + self.size))
+
+    def reach(self, num_steps: int) -> int:
+        """The last step that any iteration trains."""
+        return self._places(num_steps)[-1] + self.size - 1
+
+    def _places(self, num_steps: int) -> list[int]:
+        last = num_steps - self.size
+        start_max = last if self.start_max is None else self.start_max
+        if not self.start_min <= start_max <= last:
+            raise ConfigError(
+                f"window: {self.size} steps from step {max(start_max, self.start_min)} on do not "
+                f"fit; got {num_steps} steps; set starts within 0..{last} or a smaller size"
+            )
+        return list(range(self.start_min, start_max + 1, self.shift or self.size))
+
+    def _stay(self, place: int, num_places: int, start: int) -> int:
+        """Iterations at a place."""
+        if self.decay == "linear":
+            fall = (self.iterations - self.min_iterations) * place / max(num_places - 1, 1)
+            return round(self.iterations - fall)
+        if self.decay == "exponential":
+            factor = math.exp(-self.decay_rate * max(0, start - self.decay_start))
+            return math.ceil(self.iterations * factor)
+        return self.iterations
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedFraction:
+    """Which of a window's n steps are trained: ``int(fraction n)`` of them."""
+
+    fraction: float = 1.0
+    order: Literal["first", "random"] = "first"
+    """The earliest ones, or some that are drawn anew for every chunk."""
+
+    def choose(self, steps: Sequence[int], *key: int | str) -> list[int]:
+        """The trained ones of ``steps``, ascending; ``key`` keys the draw."""
+        count = int(self.fraction * len(steps) + 1e-9)  # 0.29 * 100 is 28.999...
+        if not count:
+            raise ConfigError(
+                f"timestep_fraction: leaves no step to train; got {self.fraction} of {len(steps)} "
+                "steps; set it higher, or rollout.window larger"
+            )
+        chosen = sorted(steps)
+        if self.order == "random":
+            random.Random(derive_seed("trained_steps", *key)).shuffle(chosen)
+        return sorted(chosen[:count])
+
+
+Window = Annotated[
+    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow, Field(discriminator="type")
+]
 """A config field of this type is chosen by ``type``."""

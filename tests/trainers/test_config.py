@@ -82,7 +82,7 @@ def test_a_tree_that_is_no_config_names_its_label() -> None:
         ("optim.weight_decay=-1", "eps and weight_decay must be >= 0"),
         ("algorithm.clip_range=0", "clip_range must be positive and finite"),
         ("algorithm.kl_beta=-1", "kl_beta must be finite and >= 0"),
-        ("algorithm.type=ppo", "algorithm.type: input should be 'grpo'"),
+        ("algorithm.type=ppo", "algorithm.type: must be one of 'grpo', 'grpo_guard', "),
         ("eval.samples_per_prompt=0", "samples_per_prompt must be at least 1"),
         ("eval.every=-1", "every must be >= 0"),
         ("checkpoint.every=0", "every and keep must be at least 1"),

@@ -35,7 +35,7 @@ def test_batch_arithmetic_is_told() -> None:
         (
             ["rollout.true_cfg_scale=4", "rollout.negative_prompt=' '", "algorithm.kl_beta=0.1"],
             "rollout 64 = 8 x 4 steps x 2 (guidance)",
-            "train 64 = 8 x 2 steps x 2 x 2 (reference for the KL)",
+            "train 32 = 8 x 2 steps x 2, with backward\n  reference 32, without backward",
         ),
     ],
 )

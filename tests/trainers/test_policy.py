@@ -69,7 +69,7 @@ def test_a_new_lora_changes_no_bit_and_follows_the_seed() -> None:
 def test_the_reference_is_where_training_started_whatever_was_trained(
     lora: LoraConfig | None,
 ) -> None:
-    policy = _policy(lora, keep_reference=True)
+    policy = _policy(lora, beside=["base"])
     start = _latents(policy)
     _move(policy)
     moved = _latents(policy)
@@ -85,7 +85,7 @@ def test_the_reference_is_where_training_started_whatever_was_trained(
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
 def test_the_policy_is_back_after_an_error_in_the_reference(lora: LoraConfig | None) -> None:
-    policy = _policy(lora, keep_reference=True)
+    policy = _policy(lora, beside=["base"])
     _move(policy)
     moved = _latents(policy)
     with pytest.raises(KeyError), policy.reference():
@@ -96,12 +96,14 @@ def test_the_policy_is_back_after_an_error_in_the_reference(lora: LoraConfig | N
 def test_full_weights_without_a_kept_reference_have_none() -> None:
     policy = _policy(None)
     assert not policy.has_reference
-    with pytest.raises(PolicyError, match=r"keep_reference False; set algorithm\.kl_beta > 0"):
+    with pytest.raises(
+        PolicyError, match=r"no weights .base. are kept .* such as one with kl_beta > 0"
+    ):
         policy.reference().__enter__()
 
 
 def test_a_kept_reference_is_not_trained() -> None:
-    policy = _policy(None, keep_reference=True)
+    policy = _policy(None, beside=["base"])
     with policy.reference():
         assert not any(p.requires_grad for p in policy.engine.pipe.transformer.parameters())
     assert len(policy.parameters) == len(list(policy.engine.pipe.transformer.parameters()))

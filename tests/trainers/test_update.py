@@ -8,13 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from miles_rollout import Replay, RolloutBatch, RolloutEngine, RolloutParams
+from miles_rollout import RolloutBatch, RolloutEngine, RolloutParams
 from miles_rollout.testing import tiny_qwen_image
-from trainers.algorithm import Algorithm, LossTerms
-from trainers.grpo import GRPO, GRPOConfig
+from trainers.advantages import Advantages
+from trainers.algorithms.base import Algorithm, LossTerms, Needs
+from trainers.algorithms.grpo import GRPO, GRPOConfig
 from trainers.lora import LoraConfig
 from trainers.losses import grpo_loss_terms
 from trainers.policy import Policy
+from trainers.rewards.scoring import Scores
+from trainers.trained_step import TrainedStep
 from trainers.update import TrainChunk, TrainingError, UpdateMetrics, run_update
 
 STEPS = (0, 2, 3)
@@ -216,18 +219,16 @@ class _Broken(Algorithm):
     """A loss that is not finite, or whose gradient is not."""
 
     reductions: ClassVar[Mapping[str, str]] = {}
-    needs_reference = False
+    needs = Needs()
 
     def __init__(self, broken: str) -> None:
         self.broken = broken
 
-    def advantages(self, rewards: Tensor, group_ids: Tensor) -> Tensor:
+    def advantages(self, scores: Scores, group_ids: Tensor) -> Advantages:
         raise NotImplementedError
 
-    def terms(
-        self, replay: Replay, old_log_probs: Tensor, advantages: Tensor, reference: Any
-    ) -> LossTerms:
-        loss = replay.log_prob
+    def terms(self, step: TrainedStep) -> LossTerms:
+        loss = step.replay().log_prob
         if self.broken == "loss" and len(loss) > 1:
             loss = loss + torch.tensor([0.0, math.nan])
         if self.broken == "gradient":

@@ -71,6 +71,8 @@ class Scores:
     masked: Bool[Tensor, " samples"]
     errors: tuple[str, ...]
     """Why samples have no score, also for rewards of weight 0."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Of the rewards in the total, by the name of their component."""
 
     def component_means(self) -> dict[str, float]:
         """The mean of every component over the samples that have it; without those no one has."""
@@ -140,7 +142,11 @@ class Scorer:
                 total += config.weight * components[config.label]
                 self._check(total.isnan(), errors)
         return Scores(
-            total=total, components=components, masked=total.isnan(), errors=tuple(errors)
+            total=total,
+            components=components,
+            masked=total.isnan(),
+            errors=tuple(errors),
+            weights={c.label: c.weight for c in self.configs if c.weight},
         )
 
     def _may_be_masked(self, samples: int) -> int:

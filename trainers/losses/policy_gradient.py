@@ -1,4 +1,4 @@
-"""Losses on one denoising step: the clipped policy loss and two distances to a reference.
+"""The clipped policy loss on one denoising step, plain and with a normalised ratio.
 
 A log-prob is the **mean** over the elements of a sample, so the ratio does not depend on the
 resolution, and clip ranges are near 1e-4. Of GRPO (arXiv 2402.03300; for flows 2505.05470, eq. 4):
@@ -10,6 +10,10 @@ resolution, and clip ranges are near 1e-4. Of GRPO (arXiv 2402.03300; for flows 
 Rule for a broken log-ratio: beyond +-20 it counts as +-20 and sends no gradient, so that neither
 loss nor gradient overflows. ``log_prob_max_abs_diff`` and ``approx_kl`` are of the raw log-ratio and
 show it. A log-prob that is not finite gives a loss that is not finite: the trainer stops there.
+
+`grpo_guard_loss` (arXiv 2510.22319) puts another ratio into 2: the mean of the log-ratio is taken
+out and its scale no longer goes by the step's noise, so one clip range fits all steps; and the loss
+is divided by ``-dt``, which a step's gradient is proportional to.
 
 Every loss has a form per element: a trainer divides its sum by the count over all micro-batches
 and ranks, so that ragged ones weigh right.
@@ -24,8 +28,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from miles_rollout.errors import MilesRolloutError
 from miles_rollout.shapes import Bool, Float
+from trainers.losses.distances import LossError, element_mean, per_sample_scale
 
 MAX_LOG_RATIO = 20.0
 
@@ -54,10 +58,6 @@ STREAM_REDUCTIONS: Mapping[str, Literal["mean", "max"]] = {
 
 ClipRange = float | int | tuple[float | int, float | int]
 """A ratio is clipped to 1 - low .. 1 + high; one number is both."""
-
-
-class LossError(MilesRolloutError, ValueError):
-    """Inputs from which no loss can be computed."""
 
 
 def grpo_loss(
@@ -93,16 +93,78 @@ def grpo_loss_terms(
     ``log_probs`` gets a gradient. At least float32, whatever the inputs are.
     """
     low, high = _clip_bounds(clip_range)
-    if not adv_clip_max > 0:
-        raise LossError(
-            f"grpo_loss: adv_clip_max must be positive; got {adv_clip_max}; set it near 5"
-        )
     advantages = _per_element(log_probs, old_log_probs, advantages)
     dtype = torch.promote_types(log_probs.dtype, torch.float32)
     raw = log_probs.to(dtype) - old_log_probs.detach().to(dtype)
     ratio = raw.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    advantage = advantages.detach().to(dtype).clamp(-adv_clip_max, adv_clip_max)
-    loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
+    loss = _clipped(ratio, advantages, low, high, adv_clip_max)
+    return loss, _metric_terms(raw.detach(), ratio.detach(), low, high)
+
+
+def grpo_guard_loss(
+    log_probs: Float[Tensor, " batch"],
+    old_log_probs: Float[Tensor, " batch"],
+    advantages: Float[Tensor, " batch"],
+    *,
+    mean: Float[Tensor, "batch ..."],
+    old_mean: Float[Tensor, "batch ..."],
+    std_dev_t: Float[Tensor, "..."] | float | int,
+    sqrt_dt: Float[Tensor, "..."] | float | int,
+    clip_range: ClipRange,
+    adv_clip_max: float | int,
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """The mean loss and its metrics; arguments as in ``grpo_guard_loss_terms``."""
+    loss, metric_terms = grpo_guard_loss_terms(
+        log_probs,
+        old_log_probs,
+        advantages,
+        mean=mean,
+        old_mean=old_mean,
+        std_dev_t=std_dev_t,
+        sqrt_dt=sqrt_dt,
+        clip_range=clip_range,
+        adv_clip_max=adv_clip_max,
+    )
+    return loss.mean(), reduce_metrics(metric_terms)
+
+
+def grpo_guard_loss_terms(
+    log_probs: Float[Tensor, " batch"],
+    old_log_probs: Float[Tensor, " batch"],
+    advantages: Float[Tensor, " batch"],
+    *,
+    mean: Float[Tensor, "batch ..."],
+    old_mean: Float[Tensor, "batch ..."],
+    std_dev_t: Float[Tensor, "..."] | float | int,
+    sqrt_dt: Float[Tensor, "..."] | float | int,
+    clip_range: ClipRange,
+    adv_clip_max: float | int,
+    mask: Bool[Tensor, "batch ..."] | None = None,
+) -> tuple[Float[Tensor, " batch"], dict[str, Tensor]]:
+    """GRPO-Guard (arXiv 2510.22319) on one step: ``r = exp((new - old + b) s)``, loss over ``-dt``.
+
+    ``s = std_dev_t * sqrt_dt`` is the step's full std, ``sqrt_dt`` being ``sqrt(-dt)``: numbers, or
+    one a sample. ``b = mean((mean - old_mean)^2) / (2 s^2)`` of each sample, over the live elements
+    where ``mask`` is given: with it the log-ratio is ``mean(noise (mean - old_mean))``, whose
+    expectation is 0. The log-probs must be those of a Gaussian. Gradients go through ``log_probs``
+    and ``mean``.
+    """
+    low, high = _clip_bounds(clip_range)
+    advantages = _per_element(log_probs, old_log_probs, advantages)
+    if mean.shape != old_mean.shape or len(mean) != len(log_probs) or log_probs.ndim != 1:
+        raise LossError(
+            f"grpo_guard_loss: needs a mean of now and of the rollout a sample; got "
+            f"{tuple(mean.shape)} and {tuple(old_mean.shape)} for {tuple(log_probs.shape)} "
+            "log-probs; pass [B, ...] twice and [B]"
+        )
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    root = per_sample_scale("grpo_guard_loss: sqrt_dt", sqrt_dt, mean).flatten()
+    std = per_sample_scale("grpo_guard_loss: std_dev_t", std_dev_t, mean).flatten() * root
+    square = (mean.to(dtype) - old_mean.detach().to(dtype)) ** 2
+    raw = log_probs.to(dtype) - old_log_probs.detach().to(dtype)
+    log_ratio = (raw + element_mean(square, mask) / (2 * std**2)) * std
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    loss = _clipped(ratio, advantages, low, high, adv_clip_max) / root**2
     return loss, _metric_terms(raw.detach(), ratio.detach(), low, high)
 
 
@@ -125,73 +187,15 @@ def ratio_metrics(log_ratio: Float[Tensor, "..."]) -> dict[str, Tensor]:
     }
 
 
-def mean_kl(
-    mean: Float[Tensor, "batch ..."],
-    ref_mean: Float[Tensor, "batch ..."],
-    std: Float[Tensor, "..."] | float | int,
-    *,
-    mask: Bool[Tensor, "batch ..."] | None = None,
-) -> Float[Tensor, " batch"]:
-    """KL between two Gaussian steps of one std: ``(mean - ref_mean)^2 / (2 std^2)``.
-
-    The mean over the elements of each sample, any rank, at least float32; over the live ones
-    (True) where ``mask`` is given, as a log-prob is. Only ``mean`` gets a
-    gradient. ``std`` is a number, one a sample [B], or of the rank of ``mean``; **which** std is the
-    caller's choice: that of the step, ``std_t sqrt(-dt)``, gives the KL of the paper, and
-    ``std_t`` alone the weighting without dt of the published code.
-    """
-    if mean.shape != ref_mean.shape or mean.ndim < 2:
+def _clipped(
+    ratio: Tensor, advantages: Tensor, low: float, high: float, adv_clip_max: float | int
+) -> Tensor:
+    if not adv_clip_max > 0:
         raise LossError(
-            f"mean_kl: needs two means of one shape; got {tuple(mean.shape)} and "
-            f"{tuple(ref_mean.shape)}; pass two of shape [B, ...]"
+            f"grpo_loss: adv_clip_max must be positive; got {adv_clip_max}; set it near 5"
         )
-    dtype = torch.promote_types(mean.dtype, torch.float32)
-    scale = torch.as_tensor(std, device=mean.device).detach().to(dtype)
-    if scale.ndim == 1 and len(scale) == len(mean):
-        scale = scale.reshape(-1, *[1] * (mean.ndim - 1))
-    fits = scale.ndim in (0, mean.ndim) and all(
-        size in (1, wanted) for size, wanted in zip(scale.shape, mean.shape, strict=False)
-    )
-    if not fits:
-        raise LossError(
-            f"mean_kl: std does not fit; got {tuple(scale.shape)} for means "
-            f"{tuple(mean.shape)}; pass a number, [B], or one of the means' rank"
-        )
-    if not bool((scale > 0).all()):
-        raise LossError(
-            f"mean_kl: std must be positive; got {float(scale.min())}; leave out the steps "
-            "without noise, they have no density"
-        )
-    square = (mean.to(dtype) - ref_mean.detach().to(dtype)) ** 2
-    return _element_mean(square / (2 * scale**2), mask)
-
-
-def velocity_mse(
-    velocity: Float[Tensor, "batch ..."],
-    ref_velocity: Float[Tensor, "batch ..."],
-    *,
-    mask: Bool[Tensor, "batch ..."] | None = None,
-) -> Float[Tensor, " batch"]:
-    """Mean square distance of two velocities, a sample; only ``velocity`` gets a gradient.
-
-    With ``mask``, over what is live (True).
-    """
-    if velocity.shape != ref_velocity.shape or velocity.ndim < 2:
-        raise LossError(
-            f"velocity_mse: needs two velocities of one shape; got {tuple(velocity.shape)} and "
-            f"{tuple(ref_velocity.shape)}; pass two of shape [B, ...]"
-        )
-    dtype = torch.promote_types(velocity.dtype, torch.float32)
-    square = (velocity.to(dtype) - ref_velocity.detach().to(dtype)) ** 2
-    return _element_mean(square, mask)
-
-
-def _element_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """[B]: over all elements of each sample, or over the live ones."""
-    if mask is None:
-        return values.flatten(1).mean(1)
-    live = mask.to(values.device)
-    return values.where(live, 0).flatten(1).sum(1) / live.flatten(1).sum(1)
+    advantage = advantages.detach().to(ratio.dtype).clamp(-adv_clip_max, adv_clip_max)
+    return torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - low, 1 + high))
 
 
 def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:

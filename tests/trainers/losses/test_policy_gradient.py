@@ -17,7 +17,7 @@ from trainers.losses import (
     velocity_mse,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden/losses.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden/losses.json").read_text())
 CLIP = {"clip_range": 1e-4, "adv_clip_max": 5.0}
 
 
