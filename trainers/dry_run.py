@@ -8,9 +8,11 @@ from torch import nn
 
 from miles_rollout.families import find_adapter
 from trainers.algorithms import build_algorithm
+from trainers.algorithms.base import Needs
 from trainers.build import Inputs
 from trainers.config import TrainConfig
 from trainers.config_loader import to_yaml
+from trainers.denoiser_samples import DenoiserSamples, denoiser_samples
 from trainers.lora import LoraConfig
 from trainers.model_sizes import ModelSizes, measure
 
@@ -33,13 +35,8 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
     steps = rollout.window.choose(0, evaluations, config.seed)
     evaluated = config.eval.num_prompts or len(inputs.eval_prompts)
     needs = build_algorithm(config.algorithm).needs
-    others = [
-        *(["reference"] if needs.reference else []),
-        *(["old policy"] if needs.old_policy else []),
-    ]
     trained = needs.fraction.choose(steps)
-    samples = rollout.num_prompts * (needs.samples_of_group or rollout.group_size)
-    pairs = samples * len(trained)
+    counts = denoiser_samples(config, evaluations=evaluations, branches=branches)
     lines = [
         to_yaml(config).rstrip(),
         "",
@@ -47,23 +44,24 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {rollout.num_prompts} prompts x {rollout.group_size} samples = {rollout.num_samples} "
         f"samples an iteration, in {rollout.num_chunks} chunks of {rollout.rows} rows",
         f"  {optim.updates_per_iteration} updates of "
-        f"{samples // optim.updates_per_iteration} samples x {len(trained)} trained "
+        f"{counts.trained_samples // optim.updates_per_iteration} samples x {len(trained)} trained "
         f"steps {_told_steps(steps, trained, needs.fraction.order)} (window of iteration 0)",
         f"  backward of {optim.micro_batch_size or rollout.rows} rows at a time",
         f"  {len(inputs.train_prompts)} training prompts; evaluation of {evaluated} held-out "
         f"prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
-        _rollout_forwards(config, evaluations, min(steps), branches),
-        f"  train {pairs * branches} = {samples} x {len(trained)} steps x {branches}, with backward",
+        _rollout_forwards(config, counts, evaluations, branches),
+        f"  train {counts.train} = {counts.trained_samples} x {counts.trained_steps} steps x "
+        f"{branches}, with backward",
         *(
-            f"  {other} {pairs * branches}, without backward: the same samples and steps"
-            for other in others
+            f"  {other} {count}, without backward: the same samples and steps"
+            for other, count in counts.beside.items()
         ),
         "memory",
-        *_memory(config, sizes, len(steps), evaluations),
+        *_memory(config, sizes, needs, len(steps), evaluations),
     ]
     if rollout.share_prefix and sizes is not None and sizes.latents is not None:
-        answers = rollout.num_prompts * min(steps) * branches * sum(sizes.latents.values())
+        answers = rollout.num_prompts * counts.prefix_steps * branches * sum(sizes.latents.values())
         lines.append(
             f"  shared prefix: answers of at most {_size(answers * _STATE_BYTES)} until the last "
             "chunk of their prompts"
@@ -77,20 +75,23 @@ def _told_steps(steps: Sequence[int], trained: Sequence[int], order: str) -> str
     return f"{list(trained)}" if order == "first" else f"drawn of {list(steps)} for each chunk"
 
 
-def _rollout_forwards(config: TrainConfig, steps: int, prefix: int, branches: int) -> str:
-    rollout = config.rollout
+def _rollout_forwards(
+    config: TrainConfig, counts: DenoiserSamples, steps: int, branches: int
+) -> str:
+    rollout, prefix = config.rollout, counts.prefix_steps
     samples = rollout.num_samples
     guidance = " (guidance)" if branches > 1 else ""
     if not rollout.share_prefix:
-        return f"  rollout {samples * steps * branches} = {samples} x {steps} steps x {branches}{guidance}"
-    once = rollout.num_prompts * prefix
+        return f"  rollout {counts.rollout} = {samples} x {steps} steps x {branches}{guidance}"
     return (
-        f"  rollout {(once + samples * (steps - prefix)) * branches} = ({rollout.num_prompts} prompts "
+        f"  rollout {counts.rollout} = ({rollout.num_prompts} prompts "
         f"x {prefix} shared steps + {samples} x {steps - prefix}) x {branches}{guidance}"
     )
 
 
-def _memory(config: TrainConfig, sizes: ModelSizes | None, num_steps: int, last: int) -> list[str]:
+def _memory(
+    config: TrainConfig, sizes: ModelSizes | None, needs: Needs, num_steps: int, last: int
+) -> list[str]:
     if sizes is None:
         return [
             f"  not known: {config.model.pipeline!r} is no folder here, and its sizes are told by "
@@ -111,15 +112,24 @@ def _memory(config: TrainConfig, sizes: ModelSizes | None, num_steps: int, last:
         f"  trained {trained / 1e6:.2f} M parameters, {_size(trained * _ADAM_BYTES)} with gradient "
         "and AdamW moments in float32"
     )
-    return [*lines, _latents(config, sizes, num_steps, last), *_videos(config)]
+    copies = {"average": config.ema, "old policy": needs.old_policy}
+    lines += [
+        f"  {name} {_size(trained * _STATE_BYTES)} in float32"
+        for name, kept in copies.items()
+        if kept is not None
+    ]
+    return [*lines, _latents(config, sizes, needs, num_steps, last), *_videos(config)]
 
 
-def _latents(config: TrainConfig, sizes: ModelSizes, num_steps: int, last: int) -> str:
+def _latents(
+    config: TrainConfig, sizes: ModelSizes, needs: Needs, num_steps: int, last: int
+) -> str:
     rest = "activations and the text encoder come on top"
     if sizes.latents is None:
         return f"  kept latents: their size is not known before the model is loaded; {rest}"
     each = sum(sizes.latents.values())
-    boundaries = min(num_steps * 2, last + 1)
+    boundaries = min(num_steps * 2, last + 1) if needs.log_probs else 1
+    boundaries += num_steps if needs.means else 0
     kept = config.rollout.num_samples * boundaries * each * _STATE_BYTES
     told = ", ".join(f"{count} {stream}" for stream, count in sizes.latents.items())
     return f"  kept latents of an iteration at most {_size(kept)} ({told} elements each); {rest}"

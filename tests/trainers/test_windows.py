@@ -88,7 +88,10 @@ def test_a_window_that_does_not_fit_names_step_count_and_range():
         ("{type: random, size: 0}", r"window: size: must be positive; got 0; set size >= 1"),
         ("{type: random, size: 2, start_min: -1}", r"start_min: must not be negative; got -1"),
         ("{type: random, size: 2, start_min: 3, start_max: 2}", r"start_max >= 3"),
-        ("{type: sliding}", r"must be one of 'all', 'fixed', 'random', 'progressive'; got 'sliding'"),
+        (
+            "{type: sliding}",
+            r"must be one of 'all', 'fixed', 'random', 'progressive'; got 'sliding'",
+        ),
     ],
 )
 def test_a_window_that_never_fits_fails_at_load(text, message):
