@@ -133,6 +133,11 @@ class RolloutConfig:
 
     def _check_streams(self) -> None:
         streams, weights = self.sde_streams, self.stream_weights
+        if streams is not None and self.sde_type == "ode":
+            raise ValueError(
+                f"sde_streams has no effect with sde_type ode, where no stream is stochastic; got "
+                f"{list(streams)}; set null, and weights in stream_weights"
+            )
         if streams is not None and (not streams or len(set(streams)) < len(streams)):
             raise ValueError(
                 f"sde_streams must name one or more streams, each once; got {list(streams)}; set "
@@ -180,7 +185,10 @@ class RolloutConfig:
         """Stochastic in ``steps``; kept are the states before and after them, and no others."""
         if self.sde_type == "ode":
             return RolloutParams(
-                sde_type="ode", return_step_indices=(), latent_dtype=self.latent_dtype
+                sde_type="ode",
+                return_step_indices=(),
+                stream_weights=self.stream_weights,
+                latent_dtype=self.latent_dtype,
             )
         return RolloutParams(
             sde_type=self.sde_type,

@@ -78,7 +78,7 @@ class TrainedStep:
             return self._engine.velocities(self.trajectory, self.index, states)
 
     def noise(self, stream: str, like: Float[Tensor, "rows ..."]) -> Float[Tensor, "rows ..."]:
-        """Standard normals that no rollout has drawn, the same in every epoch of a resume."""
+        """Standard normals that no rollout draws, keyed by row, stream and step."""
         key = ("forward_process", stream, self.index)
         return keyed_noise(self._seeds, like.shape[1:], *key).to(like.device)
 

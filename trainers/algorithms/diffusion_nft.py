@@ -80,7 +80,7 @@ class DiffusionNFT(Algorithm):
         return group_relative(self.config, scores, group_ids)
 
     def terms(self, step: TrainedStep) -> LossTerms:
-        """The loss at the step's noise level, joined over the streams by their elements."""
+        """The loss at the step's noise level, joined over the streams as log-probs are."""
         config, held = self.config, step.trajectory.streams
         final = {name: stream.latent(stream.num_steps) for name, stream in held.items()}
         noised: dict[str, Tensor] = {}
@@ -110,11 +110,10 @@ class DiffusionNFT(Algorithm):
             )
             for name, x0 in final.items()
         }
-        shares = {name: held[name].num_elements for name in parts}
-        total = torch.stack(list(shares.values())).sum(0)
+        shares = _shares(step)
 
         def joined(values: Mapping[str, Tensor]) -> Tensor:
-            return torch.stack([v * shares[n] / total for n, v in values.items()]).sum(0)
+            return torch.stack([shares[name] * value for name, value in values.items()]).sum(0)
 
         metrics = {
             metric: joined({name: terms[metric] for name, (_, terms) in parts.items()})
@@ -122,3 +121,13 @@ class DiffusionNFT(Algorithm):
         }
         loss = joined({name: loss for name, (loss, _) in parts.items()})
         return LossTerms(loss=config.step_weight(step.index) * loss, metrics=metrics)
+
+
+def _shares(step: TrainedStep) -> dict[str, Tensor]:
+    """[R] a stream: its elements' share, or the weight that the rollout gives it."""
+    streams, weights = step.trajectory.streams, step.trajectory.params.stream_weights
+    counts = {name: stream.num_elements for name, stream in streams.items()}
+    if not isinstance(weights, str):
+        return {name: torch.ones_like(c) * weights.get(name, 0.0) for name, c in counts.items()}
+    total = torch.stack(list(counts.values())).sum(0)
+    return {name: count / total for name, count in counts.items()}
