@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trainers.config_loader import ConfigError
 
@@ -42,7 +43,7 @@ def load(reward: str, key: str, name: str, loader: Callable[..., Any], **kwargs:
     try:
         with torch.random.fork_rng(devices=[]):
             return loader(name, **kwargs)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         cause = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"reward {reward!r}: its {key} cannot be loaded; got {name!r} ({cause}); set kwargs.{key} "

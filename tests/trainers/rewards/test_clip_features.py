@@ -132,6 +132,15 @@ def test_a_name_that_cannot_be_loaded_is_told_with_its_key(folder, tmp_path):
         load(folder, model=str(tmp_path))
 
 
+def test_a_damaged_file_is_told(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(
+        ConfigError, match=r"reward 'some': its model cannot be loaded; got '.*copy' \("
+    ):
+        load(folder, model=str(copy))
+
+
 def test_weights_that_are_missing_are_never_random(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     weights = load_file(copy / "model.safetensors")
