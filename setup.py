@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "miles_rollout/__init__.py").read_text())
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27"]  # rewards behind HTTP
+OCR = ["rapidocr>=3.10", "onnxruntime>=1.20", "rapidfuzz>=3.9"]  # models inside the package
+CLAP = ["soxr>=0.5"]
+SPEECH = ["speechmos>=0.0.1.1", "onnxruntime>=1.20", "soxr>=0.5"]  # the model inside the package
 VIDEO = "av>=14.0"  # PyAV, to write videos: only runs of video models need it
 
 setup(
@@ -49,7 +52,13 @@ setup(
             "beartype>=0.20",
             VIDEO,
             *SERVE,
+            *OCR,
+            *CLAP,
+            *SPEECH,
         ],
+        "ocr": OCR,
+        "clap": CLAP,
+        "speech": SPEECH,
         "video": [VIDEO],
         "remote": ["httpx>=0.27"],
         "serve": SERVE,

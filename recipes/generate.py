@@ -13,10 +13,11 @@ from pathlib import Path
 from torch import Tensor
 
 from miles_rollout.errors import MilesRolloutError
-from trainers.build import RunError, build_device, build_engine, make_folder
+from trainers.build import RunError, build_engine, make_folder
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import from_tree
+from trainers.devices import build_device
 from trainers.ema import EMA
 from trainers.evaluation import DETERMINISTIC
 from trainers.image_grid import save_grid, to_pil

@@ -21,10 +21,12 @@ from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig, for_family
 from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptRecord, load_prompts
+from trainers.devices import build_device
 from trainers.family_checks import check_inputs, check_request, makes_video
 from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.recorded import check_rollouts
+from trainers.rewards.prompt_check import check_prompts
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
 from trainers.trainer import Trainer
@@ -65,6 +67,9 @@ def read_inputs(config: TrainConfig) -> Inputs:
         timeout_s=config.scoring.timeout_s,
         max_masked_fraction=config.scoring.max_masked_fraction,
     )
+    rewards = {c.label: r for c, r in zip(scorer.configs, scorer.rewards, strict=True)}
+    check_prompts(rewards, config.data.train, train)
+    check_prompts(rewards, config.data.eval, held_out)
     adapter = find_adapter(config.model.pipeline)
     if adapter is not None:
         for name, records in (("data.train", train), ("data.eval", held_out)):
@@ -242,19 +247,3 @@ def _set_later_aside(root: Path, iteration: int) -> None:
     for folder in later:
         folder.rename(aside / folder.name)
     logger.warning("resume: %d later checkpoints are now in %s", len(later), aside)
-
-
-def build_device(name: str) -> torch.device:
-    """A torch device by name; "auto" is the accelerator, if there is one."""
-    if name == "auto":
-        accelerator = torch.accelerator.current_accelerator()
-        return accelerator if accelerator is not None else torch.device("cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"model.device: not available here; got {name!r} ({str(error).splitlines()[0]}); set "
-            "auto or cpu"
-        ) from error
-    return device

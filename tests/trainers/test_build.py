@@ -16,11 +16,12 @@ from miles_rollout.errors import MilesRolloutError
 from miles_rollout.testing import tiny_qwen_image
 from tests.tiny_run import metrics_of, tiny_config, without_perf
 from trainers.adapters import LoraError
-from trainers.build import RunError, build_device, build_trainer, read_inputs, run
+from trainers.build import RunError, build_trainer, read_inputs, run
 from trainers.checkpoint import CheckpointError, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import ConfigError, load
 from trainers.data import DataError
+from trainers.devices import build_device
 from trainers.recorded import RecordedRolloutError
 
 LONG = ("iterations=4", "checkpoint.keep=10", "optim.updates_per_iteration=2")

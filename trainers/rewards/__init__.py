@@ -20,10 +20,16 @@ from trainers.rewards.protocol import Reward
 __all__ = ["REWARDS", "Reward", "build_reward", "resolve_reward"]
 
 REWARDS: Mapping[str, str] = {
+    "aesthetic": "trainers.rewards.aesthetic:Aesthetic",
+    "clap": "trainers.rewards.clap:Clap",
+    "clip_score": "trainers.rewards.clip_score:clip_score",
     "colour_and_loudness": "trainers.rewards.colour_and_loudness:colour_and_loudness",
     "jpeg_compressibility": "trainers.rewards.jpeg_compressibility:jpeg_compressibility",
+    "ocr": "trainers.rewards.ocr:Ocr",
+    "pickscore": "trainers.rewards.pickscore:pickscore",
     "remote": "trainers.rewards.remote:RemoteReward",
     "shape_match": "trainers.rewards.shape_match:shape_match",
+    "speech_quality": "trainers.rewards.speech_quality:SpeechQuality",
 }
 
 

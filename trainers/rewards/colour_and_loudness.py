@@ -9,8 +9,10 @@ from miles_rollout import Media
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.testing.film_score import color_score, loudness_score
 from miles_rollout.testing.films import Theme, parse_prompt
+from trainers.rewards.prompt_check import with_prompt_check
 
 
+@with_prompt_check(lambda prompt, _: parse_prompt(prompt))
 def colour_and_loudness(
     media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> dict[str, list[float]]:

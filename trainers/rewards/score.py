@@ -19,6 +19,7 @@ from miles_rollout import Media
 from miles_rollout.errors import MilesRolloutError
 from trainers.config_loader import ConfigError
 from trainers.rewards.media_files import IMAGES, VIDEOS, read_media
+from trainers.rewards.prompt_check import check_prompt
 from trainers.rewards.reward_call import RewardFailure
 from trainers.rewards.scoring import RewardConfig, Scorer
 
@@ -85,6 +86,8 @@ def table(
     scorer = Scorer(
         [RewardConfig(name=name, kwargs=kwargs)], timeout_s=3600, max_masked_fraction=1.0
     )
+    for path, prompt, extra in zip(paths, prompts, metadata, strict=True):
+        check_prompt(name, scorer.rewards[0], prompt, extra, where=path.name)
     scores = scorer.score(media, prompts, metadata)
     columns = {"total": scores.total, **dict(list(scores.components.items())[1:])}
     order = sorted(range(len(paths)), key=lambda i: -_or_lowest(scores.total[i].item()))

@@ -9,8 +9,10 @@ from miles_rollout import Media
 from miles_rollout.errors import RolloutParamsError
 from miles_rollout.testing.shape_score import score
 from miles_rollout.testing.shapes import parse_prompt
+from trainers.rewards.prompt_check import with_prompt_check
 
 
+@with_prompt_check(lambda prompt, _: parse_prompt(prompt))
 def shape_match(
     media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> list[float]:
