@@ -6,7 +6,7 @@ export TOKENIZERS_PARALLELISM := false
 # OpenMP threads that spin for work they do not get cost a factor of ten on a busy machine.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test check docs format clean
+.PHONY: demo test check docs standards format clean
 
 demo: .venv/ready
 	$(BIN)/python -m recipes.grpo_qwen_image configs/qwen_image/tiny_cpu.yaml \
@@ -24,6 +24,10 @@ check: .venv/ready
 docs: .venv/ready
 	$(BIN)/python -m trainers.config_docs > docs/config.md
 	$(BIN)/python -m miles_rollout.pipelines.docs > docs/models.md
+
+# What the recipes compute now becomes what tests/standards compares with (CONTRIBUTING.md).
+standards: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.standards.record
 
 format: .venv/ready
 	$(BIN)/ruff format .

@@ -6,10 +6,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_MODE", "offline")
 
+from typing import Any
+
 import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Elsewhere the standards see less, and a passing run has to say so."""
+    from tests.standards.standard import RECIPES, environment, other_environment, read
+
+    here = environment()
+    for recipe in RECIPES:
+        elsewhere = other_environment(read(recipe)["env"], here)
+        if elsewhere:
+            terminalreporter.write_line(
+                f"standards of {recipe}: compared with tolerances only, since {', '.join(elsewhere)}"
+            )
 
 
 @pytest.fixture(autouse=True)

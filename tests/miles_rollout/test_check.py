@@ -7,7 +7,12 @@ from miles_rollout import check
 from miles_rollout.check import print_table, run_checks
 from miles_rollout.loading import load_pipeline
 from miles_rollout.pipelines.qwen_image import QwenImageAdapter
-from tests.miles_rollout.models import MODELS, load
+from tests.miles_rollout.models import MODELS, load, small_references
+
+
+@pytest.fixture(autouse=True)
+def _small_references(monkeypatch):
+    small_references(monkeypatch)
 
 
 @pytest.mark.parametrize("name", sorted({model.pipeline or n for n, model in MODELS.items()}))

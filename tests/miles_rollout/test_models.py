@@ -12,10 +12,15 @@ from miles_rollout import (
     RolloutTrajectory,
 )
 from miles_rollout.sample_request import SampleRequest
-from tests.miles_rollout.models import CASES, MODELS, load
+from tests.miles_rollout.models import CASES, MODELS, load, small_references
 from tests.miles_rollout.tiny import DEBUG, ODE, Calls, assert_replays
 
 BATCHED = [case for case in CASES if MODELS[case.values[0][0]].num_prompts > 1]
+
+
+@pytest.fixture(autouse=True)
+def _small_references(monkeypatch):
+    small_references(monkeypatch)
 
 
 @pytest.fixture(name="case", params=CASES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.miles_rollout.models import load
+from tests.miles_rollout.models import load, small_references
 from tests.tiny_run import tiny_config, tiny_trainer, train, trainer_of
 from trainers.build import read_inputs
 from trainers.config_loader import ConfigError
@@ -69,9 +69,10 @@ def _edits(folder: Path, colours: tuple[str, ...]) -> Path:
 
 @pytest.mark.parametrize("drop", ["false", "true"])
 def test_a_family_that_edits_trains_on_the_pictures_of_its_prompts(
-    tmp_path: Path, drop: str
+    tmp_path: Path, drop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load("tiny-qwen-image-edit-plus")
+    small_references(monkeypatch)
     path = _edits(tmp_path, ("red", "blue"))
     trainer = trainer_of(
         tiny_config(

@@ -1,0 +1,1 @@
+"""What two iterations of two recipes compute, number by number, so that no change is silent."""
