@@ -67,7 +67,7 @@ def per_sample_scale(
     At least float32 and without a graph. Raises ``LossError``, which begins with ``where``.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
-    values = torch.as_tensor(scale, device=like.device).detach().to(dtype)
+    values = torch.as_tensor(scale, device=like.device, dtype=dtype).detach()
     if values.ndim == 1 and len(values) == len(like):
         values = values.reshape(-1, *[1] * (like.ndim - 1))
     fits = values.ndim in (0, like.ndim) and all(
