@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainers.advantages import AdvantageError, group_advantages, zero_std_groups
+from trainers.advantages import (
+    AdvantageError,
+    best_and_worst,
+    gdpo_advantages,
+    group_advantages,
+    zero_std_groups,
+)
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/losses.json").read_text())["advantages"]
 NAN, INF = math.nan, math.inf
@@ -139,3 +145,67 @@ def test_other_shapes_are_refused():
 def test_unknown_options_are_refused():
     with pytest.raises(AdvantageError, match="epsilon must be finite and not negative; got -1"):
         group_advantages([1.0], [0], epsilon=-1.0)
+
+
+def test_every_reward_has_its_own_scale_in_gdpo():
+    # Both say the opposite of each other, the second a thousand times as loud.
+    quiet, loud = torch.tensor([0.0, 2.0, 1.0, 3.0]), torch.tensor([2000.0, 0.0, 3000.0, 1000.0])
+    ids = torch.tensor([0, 0, 1, 1])
+    rewards = {"quiet": quiet, "loud": loud}
+    even = gdpo_advantages(rewards, {"quiet": 1.0, "loud": 1.0}, ids, epsilon=0)
+    assert_close(even, [0.0, 0.0, 0.0, 0.0])
+    summed = group_advantages(quiet + loud, ids, std="group", epsilon=0)
+    assert_close(summed, [0.5**0.5, -(0.5**0.5)] * 2)
+    # 2 * -1/sqrt(2) and 0.5 * 1/sqrt(2): the weights alone decide.
+    weighed = gdpo_advantages(rewards, {"quiet": 2.0, "loud": 0.5}, ids, epsilon=0)
+    assert_close(weighed, [-1.5 * 0.5**0.5, 1.5 * 0.5**0.5] * 2)
+
+
+def test_gdpo_takes_the_std_that_it_is_told_and_only_what_has_a_weight():
+    rewards = {"a": torch.tensor([1.0, 3.0, 6.0, 8.0]), "b": torch.tensor([NAN] * 4)}
+    ids = torch.tensor([0, 0, 1, 1])
+    for std in ("batch", "group", "none"):
+        alone = gdpo_advantages(rewards, {"a": 3.0}, ids, std=std, epsilon=1e-8)
+        assert torch.equal(alone, 3 * group_advantages(rewards["a"], ids, std=std, epsilon=1e-8))
+
+
+def test_a_missing_score_of_one_reward_leaves_the_other():
+    rewards = {"a": torch.tensor([1.0, NAN, 3.0]), "b": torch.tensor([2.0, 4.0, 6.0])}
+    got = gdpo_advantages(rewards, {"a": 1.0, "b": 1.0}, torch.zeros(3, dtype=torch.long), std="none")
+    assert_close(got, [-1.0 - 2.0, 0.0, 1.0 + 2.0])
+
+
+def test_gdpo_without_the_scores_of_a_weighted_reward_is_refused():
+    ids = torch.tensor([0, 0])
+    with pytest.raises(AdvantageError, match=r"got \['a'\] for weights of \['b'\]; pass those"):
+        gdpo_advantages({"a": torch.zeros(2)}, {"b": 1.0}, ids)
+    with pytest.raises(AdvantageError, match=r"needs the scores of every weighted reward"):
+        gdpo_advantages({"a": torch.zeros(2)}, {}, ids)
+
+
+@pytest.mark.parametrize(
+    ("best", "worst", "expected"),
+    [
+        (1, 1, [0, 1, 1, 0, 0, 1, 0, 1]),
+        (2, 0, [1, 1, 0, 0, 0, 1, 1, 0]),
+        (0, 1, [0, 0, 1, 0, 0, 0, 0, 1]),
+        (2, 2, [1, 1, 1, 1, 1, 1, 1, 1]),
+        (0, 0, [1, 1, 1, 1, 1, 1, 1, 1]),
+    ],
+)
+def test_the_best_and_the_worst_of_each_group(best, worst, expected):
+    rewards = torch.tensor([5.0, 7.0, 1.0, 3.0, 20.0, 40.0, 30.0, 10.0])
+    ids = torch.tensor([7] * 4 + [2] * 4)
+    got = best_and_worst(rewards, ids, best=best, worst=worst)
+    assert got.tolist() == [bool(e) for e in expected]
+
+
+def test_of_equal_rewards_the_earlier_is_the_better_and_a_missing_one_is_neither():
+    ids = torch.zeros(5, dtype=torch.long)
+    tied = torch.tensor([1.0, NAN, 1.0, 1.0, -INF])
+    assert best_and_worst(tied, ids, best=1, worst=1).tolist() == [True, False, False, True, False]
+    assert best_and_worst(tied, ids, best=1, worst=0).tolist() == [True, False, False, False, False]
+    # Fewer are left than are asked for: those are trained, each once.
+    left = torch.tensor([1.0, NAN, 2.0, NAN, NAN])
+    assert best_and_worst(left, ids, best=2, worst=2).tolist() == [True, False, True, False, False]
+    assert not best_and_worst(torch.full((5,), NAN), ids, best=1, worst=1).any()
