@@ -76,7 +76,11 @@ def brightness_with_a_hole(
 
 
 def tiny_config(output_dir: Path, *overrides: str) -> TrainConfig:
-    return load(TrainConfig, [], [f"output_dir={output_dir}", *OVERRIDES, *overrides])
+    """``overrides`` come last; a window among them is in place of the usual one."""
+    usual = OVERRIDES
+    if any(o.startswith("rollout.window={") for o in overrides):
+        usual = tuple(o for o in OVERRIDES if not o.startswith("rollout.window="))
+    return load(TrainConfig, [], [f"output_dir={output_dir}", *usual, *overrides])
 
 
 def tiny_h3_config(output_dir: Path, *overrides: str) -> TrainConfig:

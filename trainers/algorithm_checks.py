@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from miles_rollout.pipelines import PipelineAdapter
 from trainers.algorithms import build_algorithm
+from trainers.family_checks import largest_scale
 from trainers.lora import LoraConfig
 from trainers.rollout_config import RolloutConfig
 from trainers.windows import ProgressiveWindow, RandomWindow
@@ -42,6 +44,12 @@ def check_algorithm(algorithm: Any, rollout: RolloutConfig, lora: LoraConfig | N
             f"true_cfg_scale {rollout.true_cfg_scale} and negative_prompt "
             f"{rollout.negative_prompt!r}; set them to 1 and null"
         )
+    if rollout.sde_type == "ode" and rollout.same_noise:
+        raise ValueError(
+            f"algorithm {kind}: an ode rollout makes one picture of one noise, so the samples of a "
+            "group would be equal; got rollout.same_noise true; set it false, or a stochastic "
+            "rollout.sde_type"
+        )
     if needs.reference == "start" and (lora is None or lora.start is None):
         raise ValueError(
             "algorithm.reference start: the run starts from no LoRA, so its start is the base; got "
@@ -60,3 +68,14 @@ def check_algorithm(algorithm: Any, rollout: RolloutConfig, lora: LoraConfig | N
             f"{rollout.num_inference_steps} steps; set steps within 0.."
             f"{rollout.num_inference_steps - 1}"
         )
+
+
+def check_unguided(algorithm: Any, rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
+    """Raise ``ValueError`` for guidance by the family's own argument, where it has to be off."""
+    scale, argument = largest_scale(rollout, adapter), adapter.scale_argument
+    if build_algorithm(algorithm).needs.log_probs or scale <= adapter.scale_off:
+        return
+    raise ValueError(
+        f"algorithm {algorithm.type}: its loss is on the velocity of one denoiser call; got guidance "
+        f"with {argument} {scale}; set {argument} to {adapter.scale_off:g}"
+    )

@@ -134,14 +134,16 @@ def _check_arguments(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
 def _unguided(rollout: RolloutConfig, adapter: PipelineAdapter) -> dict[str, Any]:
     """What the engine gives where no guidance is asked for, whatever the pipeline's defaults are."""
     argument = adapter.scale_argument
-    asked = _scale(rollout, adapter) > adapter.scale_off and adapter.implied_negative is not None
+    asked = (
+        largest_scale(rollout, adapter) > adapter.scale_off and adapter.implied_negative is not None
+    )
     if argument is None or asked or rollout.negative_prompt is not None:
         return {}
     return {argument: adapter.scale_off, **dict.fromkeys(adapter.more_scale_arguments)}
 
 
-def _scale(rollout: RolloutConfig, adapter: PipelineAdapter) -> float:
-    """The largest scale of guidance that is asked for."""
+def largest_scale(rollout: RolloutConfig, adapter: PipelineAdapter) -> float:
+    """The largest scale of guidance that is asked for, by the arguments that guide this family."""
     given = rollout.arguments()
     names = (adapter.scale_argument or "", *adapter.more_scale_arguments)
     scales = [value for n in names if (value := given.get(n)) is not None]
@@ -163,7 +165,7 @@ def _check_guidance(rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
     if argument not in adapter.sampling and argument not in given:
         return  # guided by a component of the pipeline
     off = adapter.scale_off
-    scale = _scale(rollout, adapter)
+    scale = largest_scale(rollout, adapter)
     if scale <= off and rollout.negative_prompt is not None:
         _refuse(
             "negative_prompt",

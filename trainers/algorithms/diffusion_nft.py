@@ -49,10 +49,14 @@ class DiffusionNFTConfig(GroupRelativeConfig):
 
     def __post_init__(self) -> None:
         GroupRelativeConfig.__post_init__(self)
-        if not self.beta > 0 or not self.adaptive_weight_min > 0 or self.kl_beta < 0:
+        if not self.beta > 0 or not self.adaptive_weight_min > 0 or not self.kl_beta >= 0:
             raise ValueError(
                 "beta and adaptive_weight_min must be positive and kl_beta >= 0; got "
                 f"{self.beta}, {self.adaptive_weight_min}, {self.kl_beta}"
+            )
+        if self.reference != "base" and not self.kl_beta:
+            raise ValueError(
+                f"reference has no effect at kl_beta 0; got {self.reference!r}; set kl_beta above 0"
             )
 
 

@@ -39,7 +39,7 @@ class GroupRelativeConfig:
     skip_zero_advantages: bool = False
     """Samples without an advantage are not replayed, and the loss is the mean over the others."""
     step_weights: Mapping[int, float] = field(default_factory=dict)
-    """Factor of the loss of some steps, such as {0: 0.5}; the others have 1."""
+    """Factor of the loss of some steps, such as {"0": 0.5}; the others have 1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.adv_clip_max < math.inf:
@@ -57,7 +57,7 @@ class GroupRelativeConfig:
         if bad:
             raise ValueError(
                 f"step_weights: steps and weights must be >= 0 and finite; got {bad}; set for "
-                "example {0: 0.5}"
+                'example {"0": 0.5}'
             )
 
     def group_needs(self) -> Needs:
