@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -34,7 +35,10 @@ def generate(checkpoint: Path, prompts: list[str], out: Path, *, seed: int, coun
     config = from_tree(TrainConfig, state["config"], str(folder))
     make_folder(out, "--out")
     engine = build_engine(config, build_device(config.model.device), prompts)
-    policy = Policy(engine, config.model.lora, seed=config.seed, denoisers=config.model.denoisers)
+    lora = config.model.lora
+    if lora is not None:  # the checkpoint holds all weights, also where the run started from others
+        lora = replace(lora, start=None)
+    policy = Policy(engine, lora, seed=config.seed, denoisers=config.model.denoisers)
     policy.load(tensors["policy"])
     if config.ema is not None and config.ema.export:
         average = EMA(config.ema, policy.parameters)
