@@ -48,10 +48,11 @@ SDK = {
         "chunk_size=None, same_noise=False, share_prefix=False, decode=True, **sampling)"
     ),
     "RolloutEngine.replay": "(self, trajectory, step, samples=None)",
+    "RolloutEngine.velocities": "(self, trajectory, step, states)",
     "RolloutParams": (
         "(*, sde_type='sde', noise_level=0.7, sde_step_indices=None, sde_streams=None, "
-        "return_step_indices=None, stream_weights='element', latent_dtype='pipeline', "
-        "debug=False)"
+        "return_step_indices=None, call_step_indices=(), return_means=False, "
+        "stream_weights='element', latent_dtype='pipeline', debug=False)"
     ),
     "RolloutParams.plan": "(self, sigmas, stream)",
     "RolloutTrajectory": (
@@ -68,7 +69,7 @@ SDK = {
     "StreamReplay": "(*, velocity, mean, std, log_prob, mask=None)",
     "StreamTrajectory": (
         "(*, latents, latent_step_indices, timesteps, sigmas, log_probs, sde_step_indices, "
-        "num_elements, mask=None, velocity_sign=1.0, debug=<factory>)"
+        "num_elements, mask=None, velocity_sign=1.0, means=<factory>, debug=<factory>)"
     ),
     "StreamTrajectory.latent": "(self, boundary)",
     "flow_step": (
@@ -100,11 +101,22 @@ MODULES = {
 }
 
 TRAINERS = {
+    "advantages.best_and_worst": "(rewards, group_ids, *, best, worst)",
+    "advantages.gdpo_advantages": ("(rewards, weights, group_ids, *, std='group', epsilon=0.0001)"),
     "advantages.group_advantages": "(rewards, group_ids, *, std='batch', epsilon=0.0001)",
     "advantages.zero_std_groups": "(rewards, group_ids)",
+    "losses.diffusion_nft_loss": (
+        "(velocity, old_velocity, ref_velocity, *, x0, xt, t, reward_prob, beta=1.0, "
+        "adv_clip_max=5.0, adaptive_weight_min=1e-05, ref_kl_coef=0.0001)"
+    ),
+    "losses.grpo_guard_loss": (
+        "(log_probs, old_log_probs, advantages, *, mean, old_mean, std_dev_t, sqrt_dt, clip_range, "
+        "adv_clip_max)"
+    ),
     "losses.grpo_loss": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
     "losses.grpo_loss_terms": "(log_probs, old_log_probs, advantages, *, clip_range, adv_clip_max)",
     "losses.mean_kl": "(mean, ref_mean, std, *, mask=None)",
+    "losses.reward_probability": "(advantages, *, adv_clip_max)",
     "losses.velocity_mse": "(velocity, ref_velocity, *, mask=None)",
 }
 

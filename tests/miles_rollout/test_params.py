@@ -25,7 +25,7 @@ def steps(sigmas=L4, stream="image", **kwargs):
 
 def test_every_step_is_stochastic_unless_told_otherwise():
     plan = RolloutParams().plan(L4, "image")
-    assert plan == (4, (0, 1, 2, 3), (0, 1, 2, 3, 4))
+    assert plan == (4, (0, 1, 2, 3), (0, 1, 2, 3, 4), ())
     assert plan.replayable == (0, 1, 2, 3)
 
 
@@ -55,6 +55,17 @@ def test_order_and_container_do_not_matter():
     for given in ([0, 2], [2, 0], (2, 0), range(0, 4, 2), (i for i in (2, 0)), {0, 2}):
         assert steps(sde_step_indices=given) == expected
     assert params(sde_step_indices=[2, 0]).plan(L4, "image").replayable == expected
+
+
+def test_calls_are_kept_of_replayable_steps_and_of_those_that_are_named():
+    plan = params(sde_step_indices=[0, 2], return_step_indices=[2, 3], call_step_indices=(3, 2))
+    made = plan.plan(L4, "image")
+    assert (made.replayable, made.recorded) == ((2,), (2, 3))
+    deterministic = params(sde_type="ode", return_step_indices=[4], call_step_indices={1})
+    assert deterministic.plan(L4, "image").recorded == (1,)
+    other = params(sde_streams=["audio"], call_step_indices=[0]).plan(L4, "video")
+    assert (other.sde_steps, other.recorded) == ((), (0,))
+    assert params().call_step_indices == ()
 
 
 def test_kept_boundaries_reach_the_final_latent():
@@ -100,6 +111,19 @@ def test_params_are_frozen_and_equal_by_value():
             r"boundaries; got \[5\]; set indices in 0..4",
         ),
         ({"return_step_indices": [-1]}, "index -1 is out of range"),
+        (
+            {"call_step_indices": [4]},
+            r"RolloutParams.call_step_indices: index 4 is out of range: this request has 4 steps; "
+            r"got \[4\]; set indices in 0..3",
+        ),
+        (
+            {"sde_type": "ode", "call_step_indices": [0, 7]},
+            "call_step_indices: index 7 is out of range",
+        ),
+        ({"call_step_indices": [-1]}, "call_step_indices: index -1 is out of range"),
+        ({"call_step_indices": [2, 2]}, "call_step_indices: index 2 is given twice"),
+        ({"call_step_indices": [True]}, "call_step_indices: index True is not an int"),
+        ({"call_step_indices": 1}, "call_step_indices: must be a list; got 1"),
         ({"sde_step_indices": [1, 1]}, r"index 1 is given twice; got \(1, 1\); set each index"),
         ({"return_step_indices": [0, 0]}, "index 0 is given twice"),
         ({"sde_step_indices": [True]}, "index True is not an int"),
