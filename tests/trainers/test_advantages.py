@@ -171,7 +171,9 @@ def test_gdpo_takes_the_std_that_it_is_told_and_only_what_has_a_weight():
 
 def test_a_missing_score_of_one_reward_leaves_the_other():
     rewards = {"a": torch.tensor([1.0, NAN, 3.0]), "b": torch.tensor([2.0, 4.0, 6.0])}
-    got = gdpo_advantages(rewards, {"a": 1.0, "b": 1.0}, torch.zeros(3, dtype=torch.long), std="none")
+    got = gdpo_advantages(
+        rewards, {"a": 1.0, "b": 1.0}, torch.zeros(3, dtype=torch.long), std="none"
+    )
     assert_close(got, [-1.0 - 2.0, 0.0, 1.0 + 2.0])
 
 

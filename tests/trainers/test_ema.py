@@ -122,7 +122,9 @@ def test_a_saved_average_goes_on_as_if_it_had_not_been_saved() -> None:
 def test_other_weights_are_refused_by_name() -> None:
     parameters = _named(1.0, 2.0)
     ema = EMA(PLAIN, parameters)
-    message = r"ema: its weights are not these; got other names or shapes in \['p1'\] \(2 averaged, "
+    message = (
+        r"ema: its weights are not these; got other names or shapes in \['p1'\] \(2 averaged, "
+    )
     with pytest.raises(EMAError, match=message + "1 given"):
         ema.update({"p0": parameters["p0"]})
     with pytest.raises(EMAError, match=message + "2 given"):

@@ -1,6 +1,7 @@
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -9,6 +10,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from miles_rollout.testing import tiny_qwen_image
@@ -22,6 +24,7 @@ from trainers.lora import (
     base_model,
     export_lora,
     load_adapter_tensors,
+    load_exported,
     trainable_parameters,
     use_adapter,
 )
@@ -368,3 +371,81 @@ def test_config_comes_from_yaml_trees_and_refuses_unknown_keys() -> None:
     assert read == LoraConfig(rank=4, alpha=16.0, targets=("attn.to_q",))
     with pytest.raises(pydantic.ValidationError, match="rnak"):
         adapter.validate_python({"rnak": 4})
+
+
+def _start(module: nn.Module, path: Path, config: LoraConfig = SMALL) -> nn.Module:
+    attach_lora(module, config, seed=9)
+    load_exported(module, path, config)
+    return module
+
+
+def test_an_exported_adapter_is_the_start_of_another(tmp_path: Path) -> None:
+    module = _adapted()
+    path = export_lora(module, tmp_path / WEIGHTS_NAME, SMALL)
+    other = _start(_transformer(), path)
+    assert torch.equal(_velocity(other), _velocity(module))
+    ours, theirs = adapter_tensors(other), adapter_tensors(module)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_start_without_a_word_on_its_strength_is_taken_at_that_of_the_config(
+    tmp_path: Path,
+) -> None:
+    module = _adapted()
+    path = export_lora(module, tmp_path / WEIGHTS_NAME, SMALL)
+    save_file(load_file(path), path)
+    assert torch.equal(_velocity(_start(_transformer(), path)), _velocity(module))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        # The layout of other trainers: a foreign prefix, and other names for A and B.
+        (
+            lambda name: f"diffusion_model.{name.removeprefix('transformer.')}",
+            r"does not fit: .*remove the prefix 'diffusion_model\.'",
+        ),
+        (lambda name: name.replace("lora_A", "lora_down"), r"does not fit: .*missing .*lora_A"),
+        (
+            lambda name: name.replace("to_q", "to_z"),
+            r"does not fit: .*set lora\.targets to the modul",
+        ),
+    ],
+    ids=["prefix", "format", "targets"],
+)
+def test_a_start_of_other_names_loads_nothing_and_says_so(
+    tmp_path: Path, rename: Callable[[str], str], message: str
+) -> None:
+    path = export_lora(_adapted(), tmp_path / WEIGHTS_NAME, SMALL)
+    save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path)
+    module = _transformer()
+    attach_lora(module, SMALL, seed=9)
+    before = adapter_tensors(module)
+    with pytest.raises(LoraError, match=rf"^lora\.start: .*{message}") as caught:
+        load_exported(module, path, SMALL)
+    assert "\n" not in str(caught.value)
+    after = adapter_tensors(module)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_a_start_of_another_rank_is_refused_by_shape_where_nothing_tells_it(tmp_path: Path) -> None:
+    path = export_lora(_adapted(), tmp_path / WEIGHTS_NAME, SMALL)
+    save_file(load_file(path), path)
+    with pytest.raises(
+        LoraError, match=r"lora\.start: .*shapes do not fit .* set lora\.rank to the"
+    ):
+        _start(_transformer(), path, LoraConfig(rank=8, alpha=16.0))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no safetensors at all"])
+def test_a_start_that_is_no_file_of_tensors_is_refused(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / WEIGHTS_NAME
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(
+        LoraError, match=r"lora\.start: .* cannot be read; got .*; set a folder with p"
+    ):
+        _start(_transformer(), path)

@@ -18,9 +18,7 @@ from trainers.old_policy import OldPolicyDecay
         (OldPolicyDecay(hold=0.0), {0: 0.0, 1000: 0.0}),
     ],
 )
-def test_the_published_schedules_by_hand(
-    decay: OldPolicyDecay, figures: dict[int, float]
-) -> None:
+def test_the_published_schedules_by_hand(decay: OldPolicyDecay, figures: dict[int, float]) -> None:
     assert {i: decay.of(i) for i in figures} == pytest.approx(figures)
 
 

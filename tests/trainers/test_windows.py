@@ -97,9 +97,15 @@ def test_a_window_that_does_not_fit_names_step_count_and_range():
         ("{type: random, size: 2, start_min: 3, start_max: 2}", r"start_max >= 3"),
         ("{type: progressive, size: 0}", r"size and shift: must be positive; got 0, 1; set >= 1"),
         ("{type: progressive, shift: 0}", r"size and shift: must be positive; got 4, 0"),
-        ("{type: progressive, iterations: 0}", r"at least min_iterations, .*; got 0 and 1; set for"),
+        (
+            "{type: progressive, iterations: 0}",
+            r"at least min_iterations, .*; got 0 and 1; set for",
+        ),
         ("{type: progressive, iterations: 3, min_iterations: 4}", r"got 3 and 4; set for"),
-        ("{type: progressive, decay_rate: -1}", r"must not be negative; got -1\.0, 13, 0; set >= 0"),
+        (
+            "{type: progressive, decay_rate: -1}",
+            r"must not be negative; got -1\.0, 13, 0; set >= 0",
+        ),
         ("{type: progressive, start_min: 3, start_max: 2}", r"below start_min; got 2 and 3; set"),
         (
             "{type: sliding}",
@@ -240,6 +246,7 @@ def test_a_random_part_goes_by_its_key_alone_and_all_steps_take_part():
 
 def test_a_fraction_of_nothing_is_refused():
     with pytest.raises(
-        ConfigError, match=r"timestep_fraction: leaves no step to train; got 0\.4 of 2 steps; set it"
+        ConfigError,
+        match=r"timestep_fraction: leaves no step to train; got 0\.4 of 2 steps; set it",
     ):
         TrainedFraction(fraction=0.4).choose((0, 1))

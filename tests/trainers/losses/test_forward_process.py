@@ -136,7 +136,9 @@ def test_levels_and_samples_are_each_their_own():
     v, old, ref, x0, xt = (torch.randn(3, 2, 4, generator=generator) for _ in range(5))
     t, prob = tensor(0.2, 0.5, 0.9), tensor(0.1, 0.5, 1.0)
     settings = PLAIN | {"beta": 0.3, "ref_kl_coef": 0.2}
-    whole, _ = diffusion_nft_loss_terms(v, old, ref, x0=x0, xt=xt, t=t, reward_prob=prob, **settings)
+    whole, _ = diffusion_nft_loss_terms(
+        v, old, ref, x0=x0, xt=xt, t=t, reward_prob=prob, **settings
+    )
     for i in range(3):
         row = slice(i, i + 1)
         alone, _ = diffusion_nft_loss_terms(
@@ -174,7 +176,9 @@ def test_the_probability_by_hand():
     advantages = tensor(-10.0, -5.0, 0.0, 2.5, 5.0, 7.0)
     got = reward_probability(advantages, adv_clip_max=5.0)
     assert got.tolist() == [0.0, 0.0, 0.5, 0.75, 1.0, 1.0]
-    with pytest.raises(LossError, match=r"reward_probability: adv_clip_max must be positive; got 0"):
+    with pytest.raises(
+        LossError, match=r"reward_probability: adv_clip_max must be positive; got 0"
+    ):
         reward_probability(advantages, adv_clip_max=0)
 
 
@@ -185,7 +189,9 @@ def test_what_does_not_fit_is_refused():
         arguments = {"x0": v, "xt": v, "t": 0.5, "reward_prob": torch.zeros(2), **PLAIN}
         return diffusion_nft_loss_terms(v, old, None, **(arguments | others))
 
-    with pytest.raises(LossError, match=r"got \(2, 3\) for velocity, others for \['old_velocity'\]"):
+    with pytest.raises(
+        LossError, match=r"got \(2, 3\) for velocity, others for \['old_velocity'\]"
+    ):
         loss(old=torch.zeros(2, 1))
     with pytest.raises(LossError, match=r"diffusion_nft_loss: beta must be positive; got 0"):
         loss(beta=0)

@@ -159,9 +159,13 @@ def test_what_does_not_fit_is_refused():
     def loss(*given, **others):
         return grpo_guard_loss_terms(*given, **(arguments | others))
 
-    with pytest.raises(LossError, match=r"guard_loss: needs a mean of now .* got \(2, 3\) and \(2, 1\) for"):
+    with pytest.raises(
+        LossError, match=r"guard_loss: needs a mean of now .* got \(2, 3\) and \(2, 1\) for"
+    ):
         loss(two, two, two, old_mean=torch.zeros(2, 1))
-    with pytest.raises(LossError, match=r"std_dev_t must be positive; got 0\.0; leave out the steps"):
+    with pytest.raises(
+        LossError, match=r"std_dev_t must be positive; got 0\.0; leave out the steps"
+    ):
         loss(two, two, two, std_dev_t=tensor(1.0, 0.0))
     with pytest.raises(LossError, match=r"sqrt_dt does not fit; got \(3,\) for means \(2, 3\)"):
         loss(two, two, two, sqrt_dt=torch.ones(3))

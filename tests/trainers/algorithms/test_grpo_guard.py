@@ -1,0 +1,148 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from miles_rollout import RolloutEngine, RolloutParams
+from miles_rollout.testing import tiny_minimax_h3
+from tests.trainers.algorithms.steps import STEPS, a_step
+from tests.trainers.test_update import move_adapter
+from trainers.algorithms.grpo import GRPO, GRPOConfig
+from trainers.algorithms.grpo_guard import GRPOGuard, GRPOGuardConfig
+from trainers.lora import LoraConfig
+from trainers.losses import grpo_guard_loss_terms
+from trainers.policy import Policy
+
+ADVANTAGES = torch.tensor([1.0, 2.0, -3.0, 0.5])
+WIDE = GRPOGuardConfig(clip_range=10.0)
+
+
+def test_it_asks_for_the_means_and_for_steps_with_a_gaussian_density() -> None:
+    needs = GRPOGuard(GRPOGuardConfig()).needs
+    assert (needs.means, needs.log_probs, needs.reference) == (True, True, None)
+    assert needs.sde_types == ("sde", "dance_sde")
+    assert GRPOGuard(GRPOGuardConfig(kl_beta=0.1)).needs.reference == "base"
+
+
+@pytest.mark.parametrize("index", STEPS)
+def test_the_first_ratio_is_exactly_one(sampled: Any, index: int) -> None:
+    step = a_step(sampled, index, ADVANTAGES)
+    terms = GRPOGuard(GRPOGuardConfig()).terms(step)
+    kept = sampled.batch.trajectory.streams["image"].means[index]
+    assert step.replayed is not None
+    assert torch.equal(step.replayed.streams["image"].mean, kept)
+    assert not terms.metrics["ratio_abs_minus_1"].any()
+    assert torch.equal(terms.loss.detach(), -ADVANTAGES / step.sqrt_dt("image") ** 2)
+    assert terms.metrics.keys() | {"kl"} == GRPOGuard.reductions.keys()
+
+
+@pytest.mark.parametrize("index", STEPS)
+def test_after_a_move_the_log_ratio_is_the_mean_of_noise_times_change(
+    moved: Any, index: int
+) -> None:
+    """Whatever the noise of the step is; a plain log-ratio is its own std's multiple of that."""
+    step = a_step(moved, index, ADVANTAGES)
+    terms = GRPOGuard(WIDE).terms(step)
+    assert step.replayed is not None
+    now, held = step.replayed.streams["image"], step.trajectory.streams["image"]
+    old_mean = held.means[index].double()
+    noise = (held.latent(index + 1).double() - old_mean) / now.std.double()
+    expected = (noise * (now.mean.double() - old_mean)).flatten(1).mean(1).detach()
+    assert expected.abs().max() > 1e-4
+    log_ratio = terms.metrics["ratio_mean"].double().log()
+    torch.testing.assert_close(log_ratio, expected, rtol=1e-3, atol=3e-7)
+
+
+@pytest.mark.parametrize("index", STEPS[1:])
+def test_the_gradient_is_flat_over_the_steps(sampled: Any, index: int) -> None:
+    """(1 + eta^2 / 2) A noise / n for the velocity: neither dt nor the step's std is in it.
+
+    Not in step 0, whose sigma of 1 stands for another one.
+    """
+    step = a_step(sampled, index, ADVANTAGES)
+    terms = GRPOGuard(WIDE).terms(step)
+    assert step.replayed is not None
+    now, held = step.replayed.streams["image"], step.trajectory.streams["image"]
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), now.velocity, retain_graph=True)
+    noise = (held.latent(index + 1) - held.means[index]) / now.std
+    flat = (1 + 0.7**2 / 2) * ADVANTAGES[:, None, None] * noise / noise[0].numel()
+    torch.testing.assert_close(gradient, flat, rtol=1e-3, atol=1e-6)
+
+
+def test_the_kl_and_a_weight_are_added_as_in_grpo(moved: Any) -> None:
+    settings = {"kl_beta": 0.5, "step_weights": {1: 0.25}}
+    guard = GRPOGuard(GRPOGuardConfig(**settings))  # type: ignore[arg-type]
+    step = a_step(moved, 1, ADVANTAGES)
+    terms = guard.terms(step)
+    kl = GRPO(GRPOConfig(kl_beta=0.5)).terms(step).metrics["kl"]
+    plain = GRPOGuard(GRPOGuardConfig()).terms(step).loss
+    assert torch.equal(terms.metrics["kl"], kl)
+    torch.testing.assert_close(terms.loss, 0.25 * (plain + 0.5 * kl))
+
+
+@pytest.fixture(scope="module")
+def film() -> Any:
+    """One film with sound, and a policy that has moved since."""
+    engine = RolloutEngine(tiny_minimax_h3())
+    targets = ("attn.to_q", "ff.net.2")
+    lora = LoraConfig(rank=2, alpha=4.0, targets=targets)
+    policy = Policy(engine, lora, seed=0, denoisers=["transformer"])
+    params = RolloutParams(sde_step_indices=[1], return_means=True, debug=True)
+    (batch,) = engine.generate(
+        ["a red circle on a blue background"],
+        1,
+        params,
+        seed=0,
+        chunk_size=1,
+        decode=False,
+        num_inference_steps=4,
+        height=32,
+        width=32,
+        num_frames=124,
+    )
+    return SimpleNamespace(engine=engine, policy=policy, batch=batch)
+
+
+def test_two_streams_have_a_ratio_each_and_one_loss(film: Any) -> None:
+    advantages = torch.tensor([2.0])
+    first = GRPOGuard(GRPOGuardConfig()).terms(a_step(film, 1, advantages))
+    assert not first.metrics["ratio_abs_minus_1"].any()
+    move_adapter(film.policy)
+    step = a_step(film, 1, advantages)
+    terms = GRPOGuard(WIDE).terms(step)
+    assert step.replayed is not None
+    losses, ratios = {}, []
+    for name, now in step.replayed.streams.items():
+        held, root = step.trajectory.streams[name], step.sqrt_dt(name)
+        losses[name], metrics = grpo_guard_loss_terms(
+            now.log_prob, held.log_probs[:, 1], advantages, mean=now.mean, old_mean=held.means[1],
+            std_dev_t=now.std / root, sqrt_dt=root, clip_range=10.0, adv_clip_max=5.0,
+        )  # fmt: skip
+        ratios.append(metrics["ratio_mean"])
+    assert ratios[0] != ratios[1]
+    count = {name: step.trajectory.streams[name].num_elements for name in losses}
+    expected = (losses["video"] * count["video"] + losses["audio"] * count["audio"]) / sum(
+        count.values()
+    )
+    torch.testing.assert_close(terms.loss, expected)
+    torch.testing.assert_close(terms.metrics["ratio_mean"], sum(ratios) / 2)
+    worst = torch.stack(ratios).sub(1).abs().amax(0)
+    torch.testing.assert_close(terms.metrics["ratio_abs_minus_1"], worst)
+
+
+def test_the_denoiser_of_a_negative_velocity_gives_noise_minus_x0(film: Any) -> None:
+    trajectory = film.batch.trajectory
+    states = {name: stream.latent(1) for name, stream in trajectory.streams.items()}
+    base = film.policy.reference()
+    with torch.no_grad(), base:
+        got = film.engine.velocities(trajectory, 1, states)
+    for name, stream in trajectory.streams.items():
+        assert stream.velocity_sign == -1
+        recorded = stream.debug["velocity"][:, 1]
+        # What was recorded is the denoiser's own output, or already turned about: see the step.
+        step = states[name] + (stream.sigmas[2] - stream.sigmas[1]) * got[name]
+        away = states[name] - (stream.sigmas[2] - stream.sigmas[1]) * got[name]
+        mean = stream.means[1]
+        assert (step - mean).abs().mean() < (away - mean).abs().mean()
+        assert torch.equal(got[name].abs().float(), recorded.abs().float())
