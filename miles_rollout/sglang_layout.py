@@ -49,7 +49,7 @@ def to_sglang(
     between recorded steps is left out as well. ``wire``: tensors as in the server's message.
 
     Raises ``RolloutParamsError`` for what the layout cannot say: several streams, a mask, no kept
-    latent, more branches than a positive and a negative one.
+    latent, more branches than a positive and a negative one, means, calls of steps without a log-prob.
     """
     if stream is None and len(trajectory.streams) > 1:
         _refuse(
@@ -58,6 +58,7 @@ def to_sglang(
     name = next(iter(trajectory.streams)) if stream is None else stream
     if name not in trajectory.streams:
         _refuse("no such stream", repr(name), f"choose among {sorted(trajectory.streams)}")
+    _check_kept(trajectory.params)
     held = trajectory.streams[name]
     if held.mask is not None:
         _refuse(
@@ -121,6 +122,7 @@ def from_sglang(
     if not responses:
         _refuse("no streams", "{}", "pass {stream: [one response a sample]}")
     params.check_streams(list(responses))
+    _check_kept(params)
     signs = dict(velocity_sign or {})
     _check_known("velocity_sign", signs, responses)
     _check_known("one_minus_sigma", one_minus_sigma, responses)
@@ -301,6 +303,15 @@ def _check_convention(params: RolloutParams, no_const: bool | None) -> None:
             f"{'the bare -(residual)^2' if expected else 'a density with its constants'} here",
             f"log_prob_no_const {no_const}",
             f"ask the server with rollout_log_prob_no_const={expected}",
+        )
+
+
+def _check_kept(params: RolloutParams) -> None:
+    if params.return_means or params.call_step_indices:
+        _refuse(
+            "the layout has no field for means, nor for the calls of steps that are not replayed",
+            f"return_means {params.return_means}, call_step_indices {params.call_step_indices}",
+            "leave them out, or keep such trajectories with RolloutTrajectory.save",
         )
 
 

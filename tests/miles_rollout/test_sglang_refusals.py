@@ -257,3 +257,19 @@ def test_streams_of_two_requests_are_refused(pipe):
         from_sglang(
             {"image": to_sglang(run(pipe)[0]), "audio": to_sglang(short)}, params=short.params
         )
+
+
+@pytest.mark.parametrize(
+    ("kept", "told"),
+    [
+        ({"return_means": True}, r"return_means True, call_step_indices \(\)"),
+        ({"call_step_indices": [0]}, r"return_means False, call_step_indices \(0,\)"),
+    ],
+)
+def test_what_is_kept_for_algorithms_without_log_probs_has_no_field(window, kept, told):
+    message = rf"no field for means, nor for the calls of .*; got {told}; leave them out, or keep"
+    params = replace(WINDOW, **kept)
+    with pytest.raises(RolloutParamsError, match=message):
+        to_sglang(replace(window, params=params))
+    with pytest.raises(RolloutParamsError, match=message):
+        from_sglang({"image": to_sglang(window)}, params=params)
