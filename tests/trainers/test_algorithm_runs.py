@@ -1,5 +1,6 @@
 """Runs of GRPO's relatives: what is trained is what was asked for, counted at the denoiser."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from recipes import generate
 from tests.tiny_run import metrics_of, tiny_config, tiny_trainer, train, without_perf
 from trainers.build import read_inputs, run
 from trainers.checkpoint import load_checkpoint
@@ -128,5 +130,8 @@ def test_a_run_from_a_lora_starts_there_and_resumes(tmp_path: Path, reference: s
     start, _ = load_checkpoint(saved)
     if reference == "start":
         assert all(torch.equal(tensors["start"][n], t) for n, t in start["policy"].items())
+        shutil.rmtree(first)
+        drawn = generate.generate(tmp_path / "whole", ["a cat"], tmp_path / "out", seed=0, count=1)
+        assert drawn.is_file(), "a checkpoint holds all weights, also where the start is gone"
     else:
         assert "start" not in tensors

@@ -54,6 +54,7 @@ def test_a_rollout_comes_back_as_it_was(live: Any, tmp_path: Path) -> None:
     assert scores.errors == scores_again.errors
     assert scores.errors
     assert scores.components.keys() == scores_again.components.keys()
+    assert scores_again.weights == scores.weights == {"brightness_with_a_hole": 1.0}
 
 
 def test_recording_again_leaves_nothing_of_the_old_one(live: Any, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ SMALL = (
 WINDOWS = {
     "grpo": ["rollout.window.steps=[0, 2]"],
     "grpo_guard": ["rollout.window.steps=[0, 2]"],
-    "dance_grpo": [],
+    "dance_grpo": ["rollout.window.steps=[0, 1, 2]"],
     "mix_grpo": [
         "rollout.window.size=2",
         "rollout.window.start_min=1",
