@@ -114,7 +114,15 @@ def _section(cls: Any, prefix: str, title: str) -> Iterator[str]:
 
 
 def field_docs(cls: Any) -> dict[str, str]:
-    """The docstring under each field of a dataclass, on one line."""
+    """The docstring under each field of a dataclass, or of the one it is inherited from, on one line."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            docs |= _own_docs(base)
+    return docs
+
+
+def _own_docs(cls: Any) -> dict[str, str]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     docs: dict[str, str] = {}
