@@ -210,4 +210,5 @@ def test_of_equal_rewards_the_earlier_is_the_better_and_a_missing_one_is_neither
     # Fewer are left than are asked for: those are trained, each once.
     left = torch.tensor([1.0, NAN, 2.0, NAN, NAN])
     assert best_and_worst(left, ids, best=2, worst=2).tolist() == [True, False, True, False, False]
+    assert best_and_worst(left, ids, best=0, worst=3).tolist() == [True, False, True, False, False]
     assert not best_and_worst(torch.full((5,), NAN), ids, best=1, worst=1).any()

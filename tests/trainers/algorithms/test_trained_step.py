@@ -26,7 +26,7 @@ def test_each_policy_replays_as_itself(moved: Any) -> None:
 
 def test_velocities_of_each_policy_and_gradients_for_the_trained_one(moved: Any) -> None:
     step = a_step(moved, 1, ADVANTAGES)
-    states = {"image": moved.batch.trajectory.streams["image"].latent(1)}
+    states = {"image": moved.batch.trajectory.streams["image"].latent(1).requires_grad_()}
     for who in ("now", "old", "base"):
         got = step.velocities(states, who)["image"]
         assert torch.equal(got, step.replay(who).streams["image"].velocity)
