@@ -8,6 +8,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "miles_rollout/__init__.py").read_text())
 SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27"]  # rewards behind HTTP
+DATASETS = "datasets>=5.0"  # prompts in parquet files and on the Hugging Face hub
 VIDEO = "av>=14.0"  # PyAV, to write videos: only runs of video models need it
 
 setup(
@@ -48,9 +49,11 @@ setup(
             "jaxtyping>=0.3",
             "beartype>=0.20",
             VIDEO,
+            DATASETS,
             *SERVE,
         ],
         "video": [VIDEO],
+        "datasets": [DATASETS],
         "remote": ["httpx>=0.27"],
         "serve": SERVE,
     },

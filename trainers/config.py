@@ -78,9 +78,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where prompts come from: ``.txt``, one a line, or ``.jsonl`` with a key ``prompt`` and, for
-    pipelines that take pictures too, ``inputs``: their paths by the pipeline's argument, relative to
-    the file."""
+    """Where prompts come from: ``.txt``, one a line; ``.jsonl``, an object a line, or ``.parquet``, a
+    row each, with ``prompt`` or ``input`` and, for pipelines that take pictures too, ``inputs``: their
+    paths by the pipeline's argument, relative to the file; or ``hf://NAME?subset=..&split=..`` for a
+    data set of the Hugging Face hub or a local folder, of which ``column`` may name the prompts
+    (``revision``: of the hub). The last two need ``pip install 'miles-rollout[datasets]'``."""
 
     __pydantic_config__ = STRICT
 

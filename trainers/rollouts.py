@@ -11,9 +11,10 @@ from typing import final
 from miles_rollout import RolloutBatch, RolloutEngine
 from trainers import recorded
 from trainers.config import TrainConfig
-from trainers.data import PromptRecord, PromptSampler
+from trainers.data import PromptRecord
 from trainers.iteration_metrics import Clock
 from trainers.prompt_inputs import inputs_of
+from trainers.prompt_sampler import PromptSampler
 from trainers.rewards.scoring import Scorer, Scores
 
 logger = logging.getLogger(__name__)
