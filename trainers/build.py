@@ -25,6 +25,7 @@ from trainers.policy import Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.prompt_lengths import warn_of_cut_prompts
 from trainers.recorded import check_rollouts
+from trainers.rewards import resolve_reward
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
 from trainers.trainer import Trainer
@@ -44,6 +45,8 @@ class Inputs:
     train: PromptFile
     held_out: PromptFile
     scorer: Scorer
+    eval_scorer: Scorer
+    """With ``eval.rewards`` as well."""
     device: torch.device
 
     @property
@@ -71,10 +74,13 @@ def read_inputs(config: TrainConfig) -> Inputs:
             f"eval.num_prompts: more than {config.data.eval} has; got {config.eval.num_prompts} of "
             f"{len(held_out)}; set eval.num_prompts lower or null"
         )
+    for reward in config.eval.rewards:  # before the first of all rewards loads a model
+        resolve_reward(reward.name, reward.kwargs)
     scorer = Scorer(
         config.rewards,
         timeout_s=config.scoring.timeout_s,
         max_masked_fraction=config.scoring.max_masked_fraction,
+        overlap=config.scoring.overlap,
     )
     adapter = find_adapter(config.model.pipeline)
     if adapter is not None:
@@ -88,6 +94,7 @@ def read_inputs(config: TrainConfig) -> Inputs:
         train=files[0],
         held_out=files[1],
         scorer=scorer,
+        eval_scorer=scorer.watching(config.eval.rewards),
         device=build_device(config.model.device),
     )
 
@@ -147,6 +154,7 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
         inputs.scorer,
         inputs.train_prompts,
         inputs.eval_prompts,
+        inputs.eval_scorer,
     )
 
 

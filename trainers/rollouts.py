@@ -45,19 +45,18 @@ class Rollouts:
                 return recorded.load_rollout(Path(debug.load_rollouts), iteration)
         batches = []
         chunks = self.chunks(iteration)
-        while True:
-            with clock.time("rollout_s"):
-                batch = next(chunks, None)
-            if batch is None:
-                break
-            with clock.time("decode_s"):
-                batches.append(with_media(batch, self.engine))
-        with clock.time("reward_s"):
-            scores = self.scorer.score(
-                [m for b in batches for m in b.media or []],
-                [p for b in batches for p in b.prompts],
-                [m for b in batches for m in b.metadata],
-            )
+        with self.scorer.start(self.config.rollout.num_samples) as scoring:
+            while True:
+                with clock.time("rollout_s"):
+                    batch = next(chunks, None)
+                if batch is None:
+                    break
+                with clock.time("decode_s"):
+                    batches.append(with_media(batch, self.engine))
+                scoring.add(batches[-1].media or [], batch.prompts, batch.metadata)
+            with clock.time("reward_wait_s"):
+                scores = scoring.result()
+        clock.seconds["reward_s"] += scoring.seconds
         for cause in scores.errors[:3]:
             logger.warning("reward failed, sample masked: %s", cause)
         if debug.save_rollouts:
