@@ -31,7 +31,7 @@ def test_recorded_rollouts_train_the_same_bits(live: Any, tmp_path: Path) -> Non
     for got, wanted in zip(metrics, live.metrics, strict=True):
         for key in wanted.keys() - {k for k in wanted if k.startswith("perf/")}:
             assert got[key] == wanted[key], key
-    evaluated = 4 * 2  # first, last, before, after; 2 steps each
+    evaluated = 5 * 2  # first, its base, last, before, after; 2 steps each
     assert calls.count(False) == evaluated, "nothing is rolled out"
     assert metrics[0]["rollout/reward/masked"] == 1
 
