@@ -32,7 +32,9 @@ def test_every_key_there_is(section: str) -> None:
         assert named or differs, "what has no key says why"
         # Keys in the remarks exist as well; values and options have no dot.
         told = re.findall(r"`([a-z]+\.[\w.]+)`", differs)
-        assert {t for t in told if t not in ("train.txt", "test.txt", "metadata.rm_type")} <= KEYS, row
+        assert {
+            t for t in told if t not in ("train.txt", "test.txt", "metadata.rm_type")
+        } <= KEYS, row
 
 
 @pytest.mark.parametrize("section", ["flow_grpo", "miles-diffusion"])

@@ -186,6 +186,7 @@ def test_the_denoiser_runs_no_more_than_it_must(tmp_path: Path) -> None:
         "rollout.true_cfg_scale=4",
         "rollout.negative_prompt=' '",
         "eval.every=0",
+        "monitors.drift_samples=0",
         "optim.micro_batch_size=1",
     )
     pipe = trainer.engine.pipe
