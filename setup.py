@@ -11,6 +11,7 @@ SERVE = ["fastapi>=0.115", "uvicorn>=0.30", "httpx>=0.27"]  # rewards behind HTT
 OCR = ["rapidocr>=3.10", "onnxruntime>=1.20", "rapidfuzz>=3.9"]  # models inside the package
 CLAP = ["soxr>=0.5"]
 SPEECH = ["speechmos>=0.0.1.1", "onnxruntime>=1.20", "soxr>=0.5"]  # the model inside the package
+DATASETS = "datasets>=5.0"  # prompts in parquet files and on the Hugging Face hub
 VIDEO = "av>=14.0"  # PyAV, to write videos: only runs of video models need it
 
 setup(
@@ -51,6 +52,7 @@ setup(
             "jaxtyping>=0.3",
             "beartype>=0.20",
             VIDEO,
+            DATASETS,
             *SERVE,
             *OCR,
             *CLAP,
@@ -60,6 +62,7 @@ setup(
         "clap": CLAP,
         "speech": SPEECH,
         "video": [VIDEO],
+        "datasets": [DATASETS],
         "remote": ["httpx>=0.27"],
         "serve": SERVE,
     },

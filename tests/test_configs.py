@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from trainers.config_loader import load, to_yaml
 from trainers.data import load_prompts
 from trainers.dry_run import describe
 from trainers.model_sizes import measure
-from trainers.windows import RandomWindow
+from trainers.windows import FixedWindow, RandomWindow
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.yaml"))
@@ -47,7 +48,7 @@ def test_no_two_configs_write_to_one_folder() -> None:
     assert len(set(folders)) == len(folders)
 
 
-@pytest.mark.parametrize("kind", ["shapes", "films", "general"])
+@pytest.mark.parametrize("kind", ["shapes", "films", "general", "signs"])
 def test_held_out_prompts_are_held_out(kind: str) -> None:
     train, held_out = (
         {record.prompt for record in load_prompts(f"configs/prompts/{kind}_{part}.txt")}
@@ -81,6 +82,29 @@ def test_the_public_qwen_image_recipe_is_as_published() -> None:
     assert (config.algorithm.advantage_std, config.algorithm.kl_beta) == ("batch", 0.0)
     assert (config.eval.every, config.checkpoint.every) == (30, 30)
     assert config.eval.num_inference_steps == 50
+
+
+@pytest.mark.parametrize(("name", "reward"), [("pickscore_8gpu", "pickscore"), ("ocr_4gpu", "ocr")])
+def test_the_public_qwen_image_rewards_have_the_published_batch(name: str, reward: str) -> None:
+    config = load(TrainConfig, [f"configs/qwen_image/{name}.yaml"])
+    aligned = load(TrainConfig, [ALIGNED])
+    for part in ("model", "algorithm", "optim", "seed"):
+        assert getattr(config, part) == getattr(aligned, part)
+    # What the public "random" window always comes to.
+    window = FixedWindow(steps=(3, 4))
+    assert config.rollout == replace(aligned.rollout, window=window)
+    assert [r.name for r in config.rewards] == [reward]
+    assert [r.name for r in config.eval.rewards] == ["jpeg_compressibility"]
+    assert replace(config.eval, rewards=()) == aligned.eval
+
+
+def test_every_sign_has_one_quoted_text() -> None:
+    for part in ("train", "eval"):
+        for record in load_prompts(f"configs/prompts/signs_{part}.txt"):
+            before, text, after = record.prompt.split('"')
+            assert before
+            assert text
+            assert not after
 
 
 def test_the_public_video_recipe_of_minimax_h3_is_as_published() -> None:

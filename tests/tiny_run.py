@@ -70,7 +70,7 @@ def brightness(
 def brightness_with_a_hole(
     media: Sequence[Media], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """The fourth sample of a rollout has no score."""
+    """The fourth sample of a batch has no score."""
     scores = brightness(media, prompts, metadata)
     return [math.nan if i == 3 else score for i, score in enumerate(scores)]
 

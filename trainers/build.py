@@ -20,11 +20,12 @@ from trainers.algorithms.base import Algorithm
 from trainers.checkpoint import latest_checkpoint, load_checkpoint
 from trainers.config import TrainConfig, for_family
 from trainers.config_loader import ConfigError, to_tree, to_yaml
-from trainers.data import PromptRecord, load_prompts
+from trainers.data import PromptFile, PromptRecord, read_prompts
 from trainers.devices import build_device
 from trainers.family_checks import check_inputs, check_request, makes_video
 from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
+from trainers.prompt_lengths import warn_of_cut_prompts
 from trainers.recorded import check_rollouts
 from trainers.rewards.prompt_check import check_prompts
 from trainers.rewards.scoring import Scorer
@@ -43,15 +44,28 @@ class RunError(MilesRolloutError, RuntimeError):
 class Inputs:
     """All that a run needs besides the model; read and checked before the model is loaded."""
 
-    train_prompts: list[PromptRecord]
-    eval_prompts: list[PromptRecord]
+    train: PromptFile
+    held_out: PromptFile
     scorer: Scorer
+    eval_scorer: Scorer
+    """With ``eval.rewards`` as well."""
     device: torch.device
+
+    @property
+    def train_prompts(self) -> list[PromptRecord]:
+        """Of ``data.train``."""
+        return self.train.records
+
+    @property
+    def eval_prompts(self) -> list[PromptRecord]:
+        """Of ``data.eval``."""
+        return self.held_out.records
 
 
 def read_inputs(config: TrainConfig) -> Inputs:
-    """Read prompts, build rewards, resolve the device. Raises before anything expensive."""
-    train, held_out = load_prompts(config.data.train), load_prompts(config.data.eval)
+    """Read prompts, find rewards, resolve the device. Raises before any model is loaded."""
+    files = read_prompts(config.data.train), read_prompts(config.data.eval)
+    train, held_out = (file.records for file in files)
     if config.rollout.num_prompts > len(train):
         raise ConfigError(
             f"rollout.num_prompts: more prompts an iteration than {config.data.train} has; got "
@@ -66,10 +80,11 @@ def read_inputs(config: TrainConfig) -> Inputs:
         config.rewards,
         timeout_s=config.scoring.timeout_s,
         max_masked_fraction=config.scoring.max_masked_fraction,
+        overlap=config.scoring.overlap,
     )
-    rewards = {c.label: r for c, r in zip(scorer.configs, scorer.rewards, strict=True)}
-    check_prompts(rewards, config.data.train, train)
-    check_prompts(rewards, config.data.eval, held_out)
+    eval_scorer = scorer.watching(config.eval.rewards)
+    check_prompts(scorer.sources, config.data.train, train)
+    check_prompts(eval_scorer.sources, config.data.eval, held_out)
     adapter = find_adapter(config.model.pipeline)
     if adapter is not None:
         for name, records in (("data.train", train), ("data.eval", held_out)):
@@ -79,9 +94,10 @@ def read_inputs(config: TrainConfig) -> Inputs:
     if config.debug.load_rollouts:
         check_rollouts(Path(config.debug.load_rollouts), range(config.iterations))
     return Inputs(
-        train_prompts=train,
-        eval_prompts=held_out,
+        train=files[0],
+        held_out=files[1],
         scorer=scorer,
+        eval_scorer=eval_scorer,
         device=build_device(config.model.device),
     )
 
@@ -89,6 +105,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
 def run(config: TrainConfig) -> Path:
     """Train as configured; returns ``output_dir``."""
     inputs = read_inputs(config)
+    for file in (inputs.train, inputs.held_out):
+        logger.info("%s: %s", file.source, file.told)
     checkpoint = find_checkpoint(config)
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
     # Before the model is loaded: minutes later is too late to hear of a folder without access.
@@ -108,10 +126,17 @@ def run(config: TrainConfig) -> Path:
 
 
 def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
-    """Load the pipeline, attach what is trained, and hand everything to a `Trainer`."""
+    """Load rewards and pipeline, attach what is trained, and hand everything to a `Trainer`."""
+    inputs.eval_scorer.load()
     records = [*inputs.train_prompts, *inputs.eval_prompts]
     prompts = [record.prompt for record in records]
-    engine = build_engine(config, inputs.device, prompts, inputs_of(records))
+    engine = build_engine(
+        config,
+        inputs.device,
+        prompts,
+        inputs_of(records),
+        files=[inputs.train, inputs.held_out],
+    )
     config = for_family(config, engine.adapter)
     if makes_video(config.rollout, engine.adapter):
         require_av()
@@ -133,6 +158,7 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
         inputs.scorer,
         inputs.train_prompts,
         inputs.eval_prompts,
+        inputs.eval_scorer,
     )
 
 
@@ -148,9 +174,11 @@ def build_engine(
     device: torch.device,
     prompts: Sequence[str],
     inputs: Sequence[Mapping[str, Any]] | None = None,
+    files: Sequence[PromptFile] = (),
 ) -> RolloutEngine:
     """The configured pipeline on its device, checked against the config.
 
+    Of ``files``, where the prompts are from, those are told that the text encoder will not see whole.
     With ``model.drop_text_encoders`` the encoders go there alone, encode all ``prompts``, and are
     dropped before the rest follows: never are both on the device.
     """
@@ -158,6 +186,8 @@ def build_engine(
     engine = RolloutEngine(pipe)
     config = for_family(config, engine.adapter)
     check_request(config.rollout, config.eval, engine, inputs or [{}])
+    for file in files:
+        warn_of_cut_prompts(file, pipe, engine.adapter, config.rollout.arguments())
     if config.model.drop_text_encoders:
         names = text_encoders(pipe)
         if not names:

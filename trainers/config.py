@@ -18,6 +18,7 @@ from trainers.config_loader import STRICT
 from trainers.ema import EMAConfig
 from trainers.family_checks import check_family, resolve_chunks
 from trainers.lora import LoraConfig
+from trainers.monitors import MonitorsConfig
 from trainers.rewards.scoring import RewardConfig
 from trainers.rollout_config import EvalConfig, RolloutConfig
 from trainers.tracking import TrackingConfig
@@ -80,9 +81,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where prompts come from: ``.txt``, one a line, or ``.jsonl`` with a key ``prompt`` and, for
-    pipelines that take pictures too, ``inputs``: their paths by the pipeline's argument, relative to
-    the file."""
+    """Where prompts come from: ``.txt``, one a line; ``.jsonl``, an object a line, or ``.parquet``, a
+    row each, with ``prompt`` or ``input`` and, for pipelines that take pictures too, ``inputs``: their
+    paths by the pipeline's argument, relative to the file; or ``hf://NAME?subset=..&split=..`` for a
+    data set of the Hugging Face hub or a local folder, of which ``column`` may name the prompts
+    (``revision``: of the hub). The last two need ``pip install 'miles-rollout[datasets]'``."""
 
     __pydantic_config__ = STRICT
 
@@ -99,9 +102,12 @@ class ScoringConfig:
     __pydantic_config__ = STRICT
 
     timeout_s: float = 60.0
-    """Seconds that a reward may take for a batch, and again for each sample of a failed one."""
+    """Seconds that a reward may take for a batch (a chunk with ``overlap``), and again for each sample of a failed one."""
     max_masked_fraction: float = 0.25
     """Failed samples are left out; the run stops when more of an iteration than this failed."""
+    overlap: bool = True
+    """A chunk is scored while the next is sampled, so a reward is called once a chunk; false: once
+    for all samples of an iteration, when they are done."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +226,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     checks: ChecksConfig = field(default_factory=ChecksConfig)
+    monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
     def __post_init__(self) -> None:

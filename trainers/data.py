@@ -1,4 +1,4 @@
-"""Prompts: read from a file, and drawn for an iteration.
+"""Prompts: read from where a config says they are, one record each.
 
 A prompt is kept to the last space: tokenizers see the difference. Its id is its number among the
 records of the file, never its text, so two equal prompts stay two.
@@ -6,21 +6,25 @@ records of the file, never its text, so two equal prompts stay two.
 
 from __future__ import annotations
 
-import json
-import random
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from miles_rollout.errors import MilesRolloutError
-from miles_rollout.noise import derive_seed
 from trainers.prompt_inputs import read_images
+from trainers.prompt_lines import DataError, numbered_lines, object_of, prompt_and_metadata
+from trainers.prompt_sampler import PromptSampler
+from trainers.prompt_tables import HF, open_table
 
-
-class DataError(MilesRolloutError, ValueError):
-    """A prompt file, or what is asked of it, is wrong."""
+__all__ = [
+    "DataError",
+    "PromptFile",
+    "PromptRecord",
+    "PromptSampler",
+    "load_prompts",
+    "read_prompts",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,162 +39,110 @@ class PromptRecord:
     id: int
     """Its number among the records, from 0."""
     line: int
-    """Its line in the file, from 1."""
+    """Its line in the file, or its row in a table, from 1."""
 
 
-def load_prompts(path: str | Path) -> list[PromptRecord]:
-    """The records of a ``.txt`` file (a prompt a line) or a ``.jsonl`` file (an object a line).
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFile:
+    """All records of one source."""
 
-    The object has ``prompt``; all other keys are its metadata, and so is what an object under
-    ``metadata`` holds. Pictures whose paths an object ``inputs`` holds, relative to the file, are read
-    for the pipeline as well. Only the line ending is stripped. Blank lines are skipped with one
-    warning.
+    source: str
+    """As the config names it."""
+    records: list[PromptRecord]
+    blank_lines: int = 0
+    """How many were skipped."""
+
+    @property
+    def told(self) -> str:
+        """How many prompts and what was skipped, in a few words."""
+        blank = self.blank_lines
+        skipped = f" ({blank} blank line{'s' * (blank > 1)} skipped)" if blank else ""
+        return f"{len(self.records)} prompts{skipped}"
+
+
+def load_prompts(source: str | Path) -> list[PromptRecord]:
+    """The records of `read_prompts`."""
+    return read_prompts(source).records
+
+
+def read_prompts(source: str | Path) -> PromptFile:
+    """Read a file with a prompt a line (``.txt``), an object a line (``.jsonl``), or a table.
+
+    A table is a ``.parquet`` file, or ``hf://NAME?subset=..&split=..&column=..``: a data set of the
+    Hugging Face hub or a local folder, read with the library ``datasets``. An object or a row has
+    ``prompt`` or ``input`` (a table: or ``column``); all other keys are its metadata, and so is what
+    an object under ``metadata`` holds. Pictures whose paths an object ``inputs`` holds, relative to
+    the file, are read for the pipeline as well. Of a line only its ending is stripped; blank lines
+    are skipped with one warning. Raises ``DataError``, with the file and the line or row.
     """
-    path = Path(path)
-    if path.suffix not in (".txt", ".jsonl"):
+    name = str(source)
+    path = Path(source)
+    if not name.startswith(HF) and path.suffix not in (".txt", ".jsonl", ".parquet"):
         raise DataError(
-            f"{path}: unknown kind of file; got {path.suffix!r}; name it .txt (a prompt a line) or "
-            ".jsonl (an object a line)"
+            f"{name}: unknown kind of file; got {path.suffix!r}; name it .txt (a prompt a line), "
+            f".jsonl (an object a line) or .parquet, or write {HF}NAME for a data set or a folder"
         )
+    blank: list[int] = []
+    if name.startswith(HF) or path.suffix == ".parquet":
+        records = _of_table(name)
+    else:
+        records = _of_lines(path, blank)
+    if not records:
+        raise DataError(f"{name}: holds no prompt; got only blank lines; write one a line")
+    if blank:
+        warnings.warn(
+            f"{name}: skipped {len(blank)} blank lines, the first is line {blank[0]}", stacklevel=2
+        )
+    return PromptFile(source=name, records=records, blank_lines=len(blank))
+
+
+def _of_lines(path: Path, blank: list[int]) -> list[PromptRecord]:
+    """The records of a file with lines; the numbers of blank ones are appended to ``blank``."""
     records: list[PromptRecord] = []
-    blank = []
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path):
         if not line.strip():
             blank.append(number)
             continue
-        prompt, metadata = line, dict[str, Any]()
+        prompt, metadata, inputs = line, dict[str, Any](), dict[str, Any]()
         if path.suffix == ".jsonl":
-            prompt, metadata = _parse(line, f"{path}:{number}")
-        named = metadata.get("inputs", {}) if path.suffix == ".jsonl" else {}
-        inputs = read_images(named, path.parent, f"{path}:{number}")
+            where = f"{path}:{number}"
+            prompt, metadata = prompt_and_metadata(object_of(line, where), where)
+            inputs = read_images(metadata.get("inputs", {}), path.parent, where)
         records.append(
             PromptRecord(
                 prompt=prompt, metadata=metadata, inputs=inputs, id=len(records), line=number
             )
         )
-    if not records:
-        raise DataError(f"{path}: holds no prompt; got only blank lines; write one a line")
-    if blank:
-        warnings.warn(
-            f"{path}: skipped {len(blank)} blank lines, the first is line {blank[0]}", stacklevel=2
-        )
     return records
 
 
-class PromptSampler:
-    """Which records an iteration uses: a pure function of (seed, iteration).
+def _of_table(name: str) -> list[PromptRecord]:
+    table = open_table(name)
+    return [
+        PromptRecord(prompt=prompt, metadata=metadata, inputs=inputs, id=number - 1, line=number)
+        for number, prompt, metadata, inputs in _rows(table.rows, table.column, table.folder, name)
+    ]
 
-    The records are shuffled anew for every epoch and dealt out without gaps, so after any number of
-    iterations no record was used twice more than another. An iteration may take the end of one
-    epoch and the start of the next; the next is then reordered so that no record comes twice in it.
-    Epochs and iterations fall together again after some epochs, and from there only that many are
-    followed: a resume needs no state.
-    """
 
-    def __init__(self, num_records: int, prompts_per_iteration: int, seed: int) -> None:
-        if prompts_per_iteration < 1:
+def _rows(
+    rows: Iterator[Mapping[str, Any]], column: str | None, folder: Path | None, name: str
+) -> Iterator[tuple[int, str, dict[str, Any], dict[str, Any]]]:
+    for number, row in enumerate(rows, 1):
+        where = f"{name}: row {number}"
+        prompt, metadata = prompt_and_metadata(row, where, column)
+        named = metadata.get("inputs")
+        if named is not None and folder is None:
             raise DataError(
-                f"prompts_per_iteration: must be positive; got {prompts_per_iteration}; set >= 1"
+                f"{where}: 'inputs' names pictures beside the file, and a data set of the hub has "
+                f"none; got {named!r}; download it, and name its folder"
             )
-        if prompts_per_iteration > num_records:
-            raise DataError(
-                f"prompts_per_iteration: more than there are prompts; got {prompts_per_iteration} "
-                f"for {num_records} prompts; set at most {num_records} or add prompts"
-            )
-        self.num_records = num_records
-        self.prompts_per_iteration = prompts_per_iteration
-        self.seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def indices(self, iteration: int) -> tuple[int, ...]:
-        """The ids of the records of ``iteration``, all different."""
-        if iteration < 0:
-            raise DataError(f"iteration: must not be negative; got {iteration}; count from 0")
-        size, count = self.prompts_per_iteration, self.num_records
-        epoch, start = divmod(iteration * size, count)
-        chosen = self._order_of(epoch)[start : start + size]
-        if len(chosen) < size:
-            chosen = chosen + self._order_of(epoch + 1)[: size - len(chosen)]
-        return tuple(chosen)
-
-    def _order_of(self, epoch: int) -> list[int]:
-        """The records in the order of ``epoch``, which depends on the one before it."""
-        first = epoch
-        while first * self.num_records % self.prompts_per_iteration:
-            first -= 1
-        if first <= self._epoch <= epoch:
-            first, order = self._epoch, self._order  # a memory only: it changes no result
-        else:
-            order = self._shuffled(first)
-        for later in range(first + 1, epoch + 1):
-            order = self._continued(order, later)
-        self._epoch, self._order = epoch, order
-        return order
-
-    def _continued(self, previous: list[int], epoch: int) -> list[int]:
-        """``epoch`` after ``previous``, the iteration that spans both without a repetition."""
-        shuffled = self._shuffled(epoch)
-        used = epoch * self.num_records % self.prompts_per_iteration
-        if not used:
-            return shuffled
-        tail = set(previous[-used:])
-        head = [i for i in shuffled if i not in tail][: self.prompts_per_iteration - used]
-        taken = set(head)
-        return head + [i for i in shuffled if i not in taken]
-
-    def _shuffled(self, epoch: int) -> list[int]:
-        order = list(range(self.num_records))
-        random.Random(derive_seed("prompts", self.seed, epoch)).shuffle(order)
-        return order
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbered lines without their endings; not ``splitlines``, which also splits at U+2028."""
-    try:
-        data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; set another path") from None
-    for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
-        try:
-            yield number, line.removesuffix(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}:{number}: not UTF-8; got byte 0x{line[error.start]:02x} at column "
-                f"{error.start + 1}; save the file as UTF-8"
-            ) from None
-
-
-def _parse(line: str, where: str) -> tuple[str, dict[str, Any]]:
-    try:
-        row = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse)
-    except RecursionError:
-        raise DataError(f"{where}: not valid JSON; nested too deeply") from None
-    except ValueError as error:
-        raise DataError(f"{where}: not valid JSON; got {error}; write one object a line") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where}: must be an object; got {line[:80]}; write {{'prompt': ...}}")
-    if "prompt" not in row:
-        raise DataError(f"{where}: has no 'prompt'; got keys {sorted(row)}; add it")
-    prompt, nested = row.pop("prompt"), row.pop("metadata", {})
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{where}: 'prompt' must be text that is not blank; got {prompt!r}")
-    if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise DataError(f"{where}: 'prompt' holds half of a surrogate pair; got {prompt!r}")
-    if not isinstance(nested, dict) or row.keys() & nested.keys():
-        raise DataError(
-            f"{where}: 'metadata' must be an object with other keys than the line; got {nested!r}"
+        # A column has an entry in every row: what a row does not name is None there.
+        given = (
+            {k: v for k, v in named.items() if v is not None} if isinstance(named, dict) else named
         )
-    return prompt, {**row, **nested}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = [key for key in keys if keys.count(key) > 1]
-    if repeated:
-        raise ValueError(f"key {repeated[0]!r} twice")
-    return dict(pairs)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name}, which is not JSON")
+        yield (
+            number,
+            prompt,
+            metadata,
+            {} if folder is None else read_images(given or {}, folder, where),
+        )

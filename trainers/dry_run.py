@@ -47,8 +47,8 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"{counts.trained_samples // optim.updates_per_iteration} samples x {len(trained)} trained "
         f"steps {_told_steps(steps, trained, needs.fraction.order)} (window of iteration 0)",
         f"  backward of {optim.micro_batch_size or rollout.rows} rows at a time",
-        f"  {len(inputs.train_prompts)} training prompts; evaluation of {evaluated} held-out "
-        f"prompts x {config.eval.samples_per_prompt} samples",
+        f"  {inputs.train.told} to train on; {inputs.held_out.told} held out",
+        f"  evaluation of {evaluated} held-out prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
         _rollout_forwards(config, counts, evaluations, branches),
         f"  train {counts.train} = {counts.trained_samples} x {counts.trained_steps} steps x "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from miles_rollout import Media, RolloutEngine, RolloutParams
+from torch import Tensor
+
+from miles_rollout import Media, RolloutBatch, RolloutEngine, RolloutParams
 from trainers.config import EvalConfig, RolloutConfig
 from trainers.data import PromptRecord
+from trainers.drift import first_rows
 from trainers.prompt_inputs import inputs_of
 from trainers.rewards.scoring import Scorer, Scores
 from trainers.rollouts import with_media
@@ -24,6 +27,10 @@ class Evaluation:
     scores: Scores
     media: list[Media]
     prompts: list[str]
+    latents: Mapping[str, Tensor] = field(default_factory=dict)
+    """Stream -> final latents of the first samples, as many as were to be kept."""
+    drift: dict[str, float] = field(default_factory=dict)
+    """``eval/drift/*``, where it is measured."""
 
     @property
     def mean(self) -> float:
@@ -35,7 +42,7 @@ class Evaluation:
         return samples_of(self.media, self.prompts, self.scores.total.tolist())
 
     def metrics(self) -> dict[str, float]:
-        """``eval/reward/*``."""
+        """``eval/reward/*`` and ``eval/drift/*``."""
         live = self.scores.total[~self.scores.masked]
         metrics = {
             "eval/reward/mean": self.mean,
@@ -43,7 +50,8 @@ class Evaluation:
             "eval/reward/masked": int(self.scores.masked.sum()),
         }
         means = self.scores.component_means()
-        return metrics | {f"eval/reward/{name}": value for name, value in means.items()}
+        metrics |= {f"eval/reward/{name}": value for name, value in means.items()}
+        return metrics | self.drift
 
 
 def evaluate(
@@ -52,11 +60,54 @@ def evaluate(
     scorer: Scorer,
     config: EvalConfig,
     rollout: RolloutConfig,
+    keep_latents: int = 0,
 ) -> Evaluation:
-    """Sample ``samples_per_prompt`` of each record by the deterministic sampler and score them."""
+    """Sample ``samples_per_prompt`` of each record by the deterministic sampler and score them.
+
+    ``keep_latents``: of so many samples the final latents are kept, on the CPU.
+    """
     records = records[: config.num_prompts]
-    sampling = rollout.arguments(config.num_inference_steps)
-    batches = engine.generate(
+    media: list[Media] = []
+    prompts: list[str] = []
+    latents: list[Mapping[str, Tensor]] = []
+    with scorer.start(len(records) * config.samples_per_prompt) as scoring:
+        for batch in _batches(engine, records, config, rollout):
+            if len(prompts) < keep_latents:
+                latents.append(batch.latents)
+            decoded = with_media(batch, engine).media or []
+            scoring.add(decoded, batch.prompts, batch.metadata)
+            media += decoded
+            prompts += batch.prompts
+        scores = scoring.result()
+    kept = first_rows(latents, keep_latents)
+    return Evaluation(scores=scores, media=media, prompts=prompts, latents=kept)
+
+
+def first_latents(
+    engine: RolloutEngine,
+    records: Sequence[PromptRecord],
+    config: EvalConfig,
+    rollout: RolloutConfig,
+    count: int,
+) -> dict[str, Tensor]:
+    """The final latents that `evaluate` keeps, alone: no more chunks are sampled than hold them."""
+    latents: list[Mapping[str, Tensor]] = []
+    for batch in _batches(engine, records[: config.num_prompts], config, rollout):
+        latents.append(batch.latents)
+        count_now = sum(len(next(iter(held.values()))) for held in latents)
+        if count_now >= count:
+            break
+    return first_rows(latents, count)
+
+
+def _batches(
+    engine: RolloutEngine,
+    records: Sequence[PromptRecord],
+    config: EvalConfig,
+    rollout: RolloutConfig,
+) -> Iterator[RolloutBatch]:
+    """The samples of an evaluation, chunk by chunk, not decoded."""
+    return engine.generate(
         [r.prompt for r in records],
         config.samples_per_prompt,
         DETERMINISTIC,
@@ -67,16 +118,8 @@ def evaluate(
         negative_prompt=rollout.negative_prompt,
         chunk_size=config.rows,
         decode=False,
-        **sampling,
+        **rollout.arguments(config.num_inference_steps),
     )
-    media: list[Media] = []
-    prompts: list[str] = []
-    metadata: list[Any] = []
-    for batch in batches:
-        media += with_media(batch, engine).media or []
-        prompts += batch.prompts
-        metadata += batch.metadata
-    return Evaluation(scores=scorer.score(media, prompts, metadata), media=media, prompts=prompts)
 
 
 def before_and_after(

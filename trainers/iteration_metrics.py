@@ -21,11 +21,12 @@ _EACH_UPDATE = ("ratio_abs_minus_1", "clipfrac", "loss", "grad_norm")
 
 
 class Clock:
-    """Seconds by name."""
+    """Seconds by name; of ``reward_s``, what the rest of the iteration did not hide is
+    ``reward_wait_s``."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(
-            ("eval_s", "rollout_s", "decode_s", "reward_s", "train_s"), 0.0
+            ("eval_s", "rollout_s", "decode_s", "reward_s", "reward_wait_s", "train_s"), 0.0
         )
 
     @contextlib.contextmanager

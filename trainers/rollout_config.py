@@ -10,6 +10,7 @@ from typing import Any, Literal
 from miles_rollout.params import LatentDtype, RolloutParams
 from miles_rollout.transitions import SdeType
 from trainers.config_loader import STRICT
+from trainers.rewards.scoring import RewardConfig
 from trainers.windows import AllSteps, Window
 
 OWN_KEYS = (
@@ -234,12 +235,21 @@ class EvalConfig:
     """Apart from the run's, so that runs of different seeds are compared on the same samples."""
     chunk_size: int | None = None
     """Rows that are denoised together (null: 32, or 1 where a pipeline takes one sample a call)."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Further rewards of the evaluation samples, only logged, as ``eval/reward/<name>``: they show
+    whether what is trained is what was meant."""
 
     def __post_init__(self) -> None:
         for name in ("samples_per_prompt", "num_inference_steps", "chunk_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
+        for reward in self.rewards:
+            if reward.weight != 1:
+                raise ValueError(
+                    f"rewards are only logged, so a weight has no effect; got weight {reward.weight} "
+                    f"for {reward.name!r}; leave it out"
+                )
         if self.every < 0 or (self.num_prompts is not None and self.num_prompts < 1):
             raise ValueError(
                 f"every must be >= 0 and num_prompts >= 1 or null; got {self.every}, "

@@ -13,10 +13,11 @@ from miles_rollout import RolloutBatch, RolloutEngine, RolloutParams
 from trainers import recorded
 from trainers.algorithms.base import Needs
 from trainers.config import TrainConfig
-from trainers.data import PromptRecord, PromptSampler
+from trainers.data import PromptRecord
 from trainers.iteration_metrics import Clock
 from trainers.policy import Policy
 from trainers.prompt_inputs import inputs_of
+from trainers.prompt_sampler import PromptSampler
 from trainers.rewards.scoring import Scorer, Scores
 
 logger = logging.getLogger(__name__)
@@ -52,19 +53,18 @@ class Rollouts:
                 return recorded.load_rollout(Path(debug.load_rollouts), iteration)
         batches = []
         chunks = self.chunks(iteration)
-        while True:
-            with clock.time("rollout_s"), self._sampling_policy():
-                batch = next(chunks, None)
-            if batch is None:
-                break
-            with clock.time("decode_s"):
-                batches.append(with_media(batch, self.engine))
-        with clock.time("reward_s"):
-            scores = self.scorer.score(
-                [m for b in batches for m in b.media or []],
-                [p for b in batches for p in b.prompts],
-                [m for b in batches for m in b.metadata],
-            )
+        with self.scorer.start(self.config.rollout.num_samples) as scoring:
+            while True:
+                with clock.time("rollout_s"), self._sampling_policy():
+                    batch = next(chunks, None)
+                if batch is None:
+                    break
+                with clock.time("decode_s"):
+                    batches.append(with_media(batch, self.engine))
+                scoring.add(batches[-1].media or [], batch.prompts, batch.metadata)
+            with clock.time("reward_wait_s"):
+                scores = scoring.result()
+        clock.seconds["reward_s"] += scoring.seconds
         for cause in scores.errors[:3]:
             logger.warning("reward failed, sample masked: %s", cause)
         if debug.save_rollouts:

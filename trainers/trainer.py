@@ -30,9 +30,11 @@ from trainers.checkpoint import (
 from trainers.config import TrainConfig
 from trainers.config_loader import to_tree
 from trainers.data import PromptRecord
+from trainers.drift import Drift
 from trainers.ema import EMA
-from trainers.evaluation import Evaluation, before_and_after, evaluate
+from trainers.evaluation import Evaluation, before_and_after, evaluate, first_latents
 from trainers.iteration_metrics import Clock, log_prob_metrics, reward_metrics, update_metrics
+from trainers.monitors import Monitors, diversity_metrics
 from trainers.policy import Policy
 from trainers.rewards.scoring import Scorer
 from trainers.rollouts import Rollouts
@@ -57,6 +59,7 @@ class Trainer:
         scorer: Scorer,
         train_prompts: Sequence[PromptRecord],
         eval_prompts: Sequence[PromptRecord],
+        eval_scorer: Scorer | None = None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -65,6 +68,13 @@ class Trainer:
         self.scorer = scorer
         self.rollouts = Rollouts(config, engine, policy, algorithm.needs, scorer, train_prompts)
         self.eval_prompts = list(eval_prompts)
+        self.eval_scorer = eval_scorer or scorer
+        self.monitors = Monitors(config.monitors, self.eval_scorer.untrained)
+        count = config.monitors.drift_samples
+        self.drift = Drift(
+            lambda: first_latents(engine, self.eval_prompts, config.eval, config.rollout, count),
+            policy.reference if policy.has_reference else None,
+        )
         optim = config.optim
         self._settings: dict[str, Any] = {
             "lr": optim.lr,
@@ -98,6 +108,7 @@ class Trainer:
                 "optimizer": optimizer,
                 "config": to_tree(self.config),
                 "prompts": self._prompts(),
+                "monitors": self.monitors.state(),
             },
         )
         self.export(folder)
@@ -130,6 +141,7 @@ class Trainer:
         self.iteration = state["iteration"]
         self.num_updates = state["num_updates"]
         self.best = dict(state["best"])
+        self.monitors.load(state.get("monitors", {}))
         warn_of_changes(
             state["config"] | {"prompts": state["prompts"]},
             to_tree(self.config) | {"prompts": self._prompts()},
@@ -182,6 +194,9 @@ class Trainer:
         group_ids = torch.cat([batch.group_ids for batch in batches])
         advantages = self.algorithm.advantages(scores, group_ids)
         metrics |= reward_metrics(scores, group_ids) | log_prob_metrics(batches)
+        diversity = diversity_metrics([b.latents for b in batches], group_ids)
+        self.monitors.watch_diversity(diversity)
+        metrics |= diversity
         media = [m for b in batches for m in b.media or []]  # a recorded rollout has none
         if media and tracker.wants_media(self.iteration):
             prompts = [p for b in batches for p in b.prompts]
@@ -307,10 +322,19 @@ class Trainer:
     # -- evaluation -------------------------------------------------------------------------------
 
     def _evaluate(self) -> Evaluation:
+        count = self.config.monitors.drift_samples
         with self._averaged("evaluate"):
             evaluation = evaluate(
-                self.engine, self.eval_prompts, self.scorer, self.config.eval, self.config.rollout
+                self.engine,
+                self.eval_prompts,
+                self.eval_scorer,
+                self.config.eval,
+                self.config.rollout,
+                keep_latents=count,
             )
+        self.monitors.watch_evaluation(evaluation.scores)
+        if count:
+            evaluation.drift.update(self.drift.metrics(evaluation.latents, self.iteration))
         if evaluation.mean > self.best.get("reward", -float("inf")):
             self.best = {"iteration": self.iteration, "reward": evaluation.mean}
             if self.iteration:

@@ -61,6 +61,9 @@ class PipelineAdapter(ABC):
     """The negative prompt where guidance is asked for without one; None: guidance is off then."""
     scheduler_streams: ClassVar[Mapping[str, str]] = {}
     """Scheduler component -> its stream, for a pipeline with several; else streams go in order."""
+    cuts_prompts: ClassVar[bool] = True
+    """What is longer than ``max_sequence_length``, or else the pipeline's ``tokenizer_max_length``, is
+    not seen by the text encoder."""
     one_sample: ClassVar[bool] = False
     """The pipeline takes one sample a call."""
     packed: ClassVar[bool] = False

@@ -31,6 +31,7 @@ class Cosmos3Adapter(PipelineAdapter):
 
     streams: ClassVar[tuple[str, ...]] = STREAMS
     one_sample: ClassVar[bool] = True
+    cuts_prompts: ClassVar[bool] = False
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
     inputs: ClassVar[frozenset[str]] = frozenset({"image", "video", "action"})

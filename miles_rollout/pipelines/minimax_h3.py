@@ -40,6 +40,7 @@ class MiniMaxH3Adapter(PipelineAdapter):
     }
     one_sample: ClassVar[bool] = True
     packed: ClassVar[bool] = True
+    cuts_prompts: ClassVar[bool] = False
     denoisers: ClassVar[tuple[str, ...]] = ("transformer", "transformer_ref")
     batch_axes: ClassVar[Mapping[str, int | None]] = {}
     scale_argument: ClassVar[str | None] = None

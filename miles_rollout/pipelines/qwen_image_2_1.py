@@ -30,6 +30,7 @@ class QwenImage21Adapter(TwoCallAdapter):
     """
 
     streams: ClassVar[tuple[str, ...]] = ("image",)
+    cuts_prompts: ClassVar[bool] = False
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     batch_axes: ClassVar[Mapping[str, int | None]] = {
         "hidden_states": 0,

@@ -26,6 +26,7 @@ class QwenImageEditPlusAdapter(TwoCallAdapter):
     """
 
     streams: ClassVar[tuple[str, ...]] = ("image",)
+    cuts_prompts: ClassVar[bool] = False
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     batch_axes: ClassVar[Mapping[str, int | None]] = {
         "hidden_states": 0,

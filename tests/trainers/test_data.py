@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trainers.data import DataError, PromptRecord, PromptSampler, load_prompts
+from trainers.data import DataError, PromptRecord, PromptSampler, load_prompts, read_prompts
 from trainers.prompt_inputs import InputError, inputs_of
 
 
@@ -66,9 +67,40 @@ def test_jsonl_keeps_the_prompt_and_free_metadata(write):
     assert second.metadata == {"n": 1, "target": "T"}
 
 
+def test_skipped_lines_are_counted(write):
+    with pytest.warns(UserWarning, match="skipped 2 blank lines"):
+        file = read_prompts(write("a\n\nb\n\n\n"[:-1]))
+    assert (file.source, file.blank_lines, len(file.records)) == ("a.txt", 2, 2)
+    assert file.told == "2 prompts (2 blank lines skipped)"
+    assert read_prompts(write("a\nb", "b.txt")).told == "2 prompts"
+
+
+def test_a_row_of_the_geneval_benchmark(write):
+    include = [{"class": "bench", "count": 1}, {"class": "tv", "count": 1, "color": "red"}]
+    row = {"tag": "two_object", "include": include, "prompt": "a photo of a bench and a red tv"}
+    (record,) = load_prompts(write(json.dumps(row), "metadata.jsonl"))
+    assert record.prompt == "a photo of a bench and a red tv"
+    assert record.metadata == {"tag": "two_object", "include": include}
+
+
+def test_the_text_may_be_called_input_and_have_its_metadata_nested(write):
+    lines = (
+        '{"input": "a sign that says \\"NO\\"", "metadata": {"rm_type": "ocr"}}\n{"input": "b"}\n'
+    )
+    first, second = load_prompts(write(lines, "a.jsonl"))
+    assert (first.prompt, first.metadata) == ('a sign that says "NO"', {"rm_type": "ocr"})
+    assert (second.prompt, second.metadata) == ("b", {})
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (
+            '{"prompt": "a", "input": "b"}',
+            "a.jsonl:2: has both 'prompt' and 'input', and one of them is the text; got 'prompt' "
+            "'a', 'input' 'b'; keep one",
+        ),
+        ('{"input": 3}', "a.jsonl:2: 'input' must be text that is not blank; got 3"),
         ('{"prompt": "a"', "a.jsonl:2: not valid JSON; got "),
         ("a prompt", "a.jsonl:2: not valid JSON; got "),
         ('{"prompt": "a", "x": NaN}', "a.jsonl:2: not valid JSON; got NaN, which is not JSON"),

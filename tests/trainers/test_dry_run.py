@@ -25,7 +25,8 @@ def test_batch_arithmetic_is_told() -> None:
     assert "2 prompts x 4 samples = 8 samples an iteration, in 3 chunks of 3 rows" in text
     assert "1 updates of 8 samples x 2 trained steps [0, 2]" in text
     assert "backward of 2 rows at a time" in text
-    assert "192 training prompts; evaluation of 2 held-out prompts x 1 samples" in text
+    assert "192 prompts to train on; 32 prompts held out" in text
+    assert "evaluation of 2 held-out prompts x 1 samples" in text
 
 
 @pytest.mark.parametrize(

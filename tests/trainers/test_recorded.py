@@ -10,19 +10,19 @@ from tests.tiny_run import tiny_trainer, train
 from trainers.recorded import RecordedRolloutError, check_rollouts, load_rollout, save_rollout
 from trainers.update import TrainingError
 
-HOLE = "rewards=[{name: 'tests.tiny_run:brightness_with_a_hole'}]"
+HOLE = ("rewards=[{name: 'tests.tiny_run:brightness_with_a_hole'}]", "scoring.overlap=false")
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Any:
     output_dir = tmp_path_factory.mktemp("live")
-    trainer = tiny_trainer(output_dir, HOLE, "debug.save_rollouts=true", "eval.every=0")
+    trainer = tiny_trainer(output_dir, *HOLE, "debug.save_rollouts=true", "eval.every=0")
     metrics = train(trainer)
     return SimpleNamespace(trainer=trainer, metrics=metrics, root=output_dir / "rollouts")
 
 
 def test_recorded_rollouts_train_the_same_bits(live: Any, tmp_path: Path) -> None:
-    trainer = tiny_trainer(tmp_path, HOLE, f"debug.load_rollouts={live.root}", "eval.every=0")
+    trainer = tiny_trainer(tmp_path, *HOLE, f"debug.load_rollouts={live.root}", "eval.every=0")
     transformer, calls = trainer.engine.pipe.transformer, []
     transformer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     metrics = train(trainer)
@@ -31,7 +31,7 @@ def test_recorded_rollouts_train_the_same_bits(live: Any, tmp_path: Path) -> Non
     for got, wanted in zip(metrics, live.metrics, strict=True):
         for key in wanted.keys() - {k for k in wanted if k.startswith("perf/")}:
             assert got[key] == wanted[key], key
-    evaluated = 4 * 2  # first, last, before, after; 2 steps each
+    evaluated = 5 * 2  # first, its base, last, before, after; 2 steps each
     assert calls.count(False) == evaluated, "nothing is rolled out"
     assert metrics[0]["rollout/reward/masked"] == 1
 
@@ -75,7 +75,7 @@ def test_what_was_not_recorded_is_told(live: Any) -> None:
 def test_rollouts_of_other_weights_stop(live: Any, tmp_path: Path) -> None:
     trainer = tiny_trainer(
         tmp_path,
-        HOLE,
+        *HOLE,
         f"debug.load_rollouts={live.root}",
         "optim.lr=0.01",
         "checks.max_ratio_abs_minus_1=1e-6",

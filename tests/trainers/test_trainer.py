@@ -186,6 +186,7 @@ def test_the_denoiser_runs_no_more_than_it_must(tmp_path: Path) -> None:
         "rollout.true_cfg_scale=4",
         "rollout.negative_prompt=' '",
         "eval.every=0",
+        "monitors.drift_samples=0",
         "optim.micro_batch_size=1",
     )
     pipe = trainer.engine.pipe
@@ -224,11 +225,11 @@ def test_the_ratio_starts_at_one_whatever_is_sampled(tmp_path: Path, overrides: 
 
 
 def test_a_sample_without_a_score_is_left_out_and_counted(tmp_path: Path) -> None:
-    hole = "rewards=[{name: 'tests.tiny_run:brightness_with_a_hole'}]"
-    (line, _) = train(tiny_trainer(tmp_path / "a", "iterations=1", hole, "eval.every=0"))
+    hole = ("rewards=[{name: 'tests.tiny_run:brightness_with_a_hole'}]", "scoring.overlap=false")
+    (line, _) = train(tiny_trainer(tmp_path / "a", "iterations=1", *hole, "eval.every=0"))
     assert line["rollout/reward/masked"] == 1
     assert all(value is not None and math.isfinite(value) for value in line.values())
-    strict = tiny_trainer(tmp_path / "b", hole, "scoring.max_masked_fraction=0.1")
+    strict = tiny_trainer(tmp_path / "b", *hole, "scoring.max_masked_fraction=0.1")
     with pytest.raises(RewardFailure, match="1 of 8 samples have no score; got"):
         train(strict)
 
@@ -279,8 +280,9 @@ def test_full_weights_train_with_and_without_a_reference(tmp_path: Path, beta: f
 def test_every_sample_is_trained_with_its_own_advantage(tmp_path: Path, reward: str) -> None:
     """The iteration's gradient, computed again from the pictures, in chunks that mix the groups."""
     overrides = ("iterations=1", "rollout.chunk_size=3", "optim.max_grad_norm=1e9")
-    rewards = f"rewards=[{{name: 'tests.tiny_run:{reward}'}}]"
-    trainer = tiny_trainer(tmp_path / "a", *overrides, rewards, "debug.save_rollouts=true")
+    # The fourth of all has no score, not that of a chunk.
+    rewards = (f"rewards=[{{name: 'tests.tiny_run:{reward}'}}]", "scoring.overlap=false")
+    trainer = tiny_trainer(tmp_path / "a", *overrides, *rewards, "debug.save_rollouts=true")
     train(trainer)
     got = {n: p.grad for n, p in trainer.policy.parameters.items() if p.grad is not None}
 

@@ -8,16 +8,15 @@ has an argument ``media``; ``kwargs`` are its further arguments), or a class or 
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainers.config_loader import ConfigError
 from trainers.rewards.protocol import Reward
+from trainers.rewards.source import RewardSource
 
-__all__ = ["REWARDS", "Reward", "build_reward", "resolve_reward"]
+__all__ = ["REWARDS", "Reward", "RewardSource", "build_reward", "resolve_reward"]
 
 REWARDS: Mapping[str, str] = {
     "aesthetic": "trainers.rewards.aesthetic:Aesthetic",
@@ -35,24 +34,12 @@ REWARDS: Mapping[str, str] = {
 
 def build_reward(name: str, kwargs: Mapping[str, Any]) -> Reward:
     """The reward called ``name``, or the one at the path ``module:attribute``."""
-    return resolve_reward(name, kwargs)()
+    return resolve_reward(name, kwargs).get()
 
 
-def resolve_reward(name: str, kwargs: Mapping[str, Any]) -> Callable[[], Reward]:
-    """Check name and ``kwargs`` and give what builds the reward: no model is loaded yet."""
-    target = _import(name)
-    is_reward = not inspect.isclass(target) and "media" in inspect.signature(target).parameters
-    given = {"media": (), "prompts": (), "metadata": ()} if is_reward else {}
-    try:
-        inspect.signature(target).bind(**given, **kwargs)
-    except TypeError as error:
-        parameters = inspect.signature(target).parameters
-        known = ", ".join(key for key in parameters if key not in given) or "none"
-        raise ConfigError(
-            f"reward {name!r}: wrong kwargs: {error}; got {dict(kwargs)}; it takes {known}"
-        ) from None
-    built = functools.partial(target, **kwargs)
-    return (lambda: built) if is_reward else built
+def resolve_reward(name: str, kwargs: Mapping[str, Any]) -> RewardSource:
+    """Check name and ``kwargs`` and give the source of the reward: no model is loaded yet."""
+    return RewardSource(name, _import(name), kwargs)
 
 
 def _import(name: str) -> Callable[..., Any]:

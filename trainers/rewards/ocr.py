@@ -49,7 +49,8 @@ class Ocr:
             self._engines.put(_engine(max_side))
         self._try_out()
 
-    def check_prompt(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+    @staticmethod
+    def check_prompt(prompt: str, metadata: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if there is no text to look for."""
         target(prompt, metadata)
 

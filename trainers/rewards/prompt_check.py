@@ -6,14 +6,12 @@ A reward may have a ``check_prompt(prompt, metadata)`` that raises ``ValueError`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from trainers.data import DataError, PromptRecord
-from trainers.rewards.protocol import Reward
+from trainers.rewards.source import PromptCheck, RewardSource
 
-PromptCheck: TypeAlias = Callable[[str, Mapping[str, Any]], object]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -28,22 +26,22 @@ def with_prompt_check(check: PromptCheck) -> Callable[[F], F]:
 
 
 def check_prompt(
-    label: str, reward: Reward, prompt: str, metadata: Mapping[str, Any], *, where: str
+    label: str, source: RewardSource, prompt: str, metadata: Mapping[str, Any], *, where: str
 ) -> None:
     """Raise ``DataError`` if the reward called ``label`` refuses a prompt, which is at ``where``."""
-    bare = reward.func if isinstance(reward, partial) else reward
-    check: PromptCheck | None = getattr(bare, "check_prompt", None)
-    if check is None:
+    if source.check_prompt is None:
         return
     try:
-        check(prompt, metadata)
+        source.check_prompt(prompt, metadata)
     except ValueError as error:
         raise DataError(f"{where}: reward {label!r}: {error}") from error
 
 
-def check_prompts(rewards: Mapping[str, Reward], path: str, records: list[PromptRecord]) -> None:
+def check_prompts(
+    sources: Mapping[str, RewardSource], path: str, records: Sequence[PromptRecord]
+) -> None:
     """`check_prompt` for every record of a prompt file and every reward, by label."""
     for record in records:
-        for label, reward in rewards.items():
+        for label, source in sources.items():
             where = f"{path}:{record.line}"
-            check_prompt(label, reward, record.prompt, record.metadata, where=where)
+            check_prompt(label, source, record.prompt, record.metadata, where=where)

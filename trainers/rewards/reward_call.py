@@ -38,7 +38,11 @@ class RewardCall:
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any]]
     timeout_s: float | int
+    first: int = 0
+    """The number of the first sample, where they are a part of more."""
     errors: list[str] = field(default_factory=list)
+    failures: int = 0
+    """Samples that failed by themselves, after the batch did."""
 
     def scores(self, max_failures: int) -> dict[str, Tensor]:
         """float64 [N] a component, NaN where missing; gives up after ``max_failures`` samples."""
@@ -53,9 +57,12 @@ class RewardCall:
         scores = {name: torch.tensor(c, dtype=torch.float64) for name, c in columns.items()}
         return {name: c.where(c.isfinite(), math.nan) for name, c in scores.items()}
 
+    def nothing(self) -> dict[str, Tensor]:
+        """NaN for every sample, without a call."""
+        return {TOTAL: torch.full((len(self.media),), math.nan, dtype=torch.float64)}
+
     def _one_by_one(self, max_failures: int) -> Columns:
         columns: Columns = {TOTAL: [math.nan] * len(self.media)}
-        failures = 0
         for row in range(len(self.media)):
             try:
                 single = self._call([row])
@@ -63,8 +70,8 @@ class RewardCall:
                 raise
             except Exception as error:  # as above
                 self.errors.append(f"{self._named(row)}: {_told(error)}")
-                failures += 1
-                if failures > max_failures:
+                self.failures += 1
+                if self.failures > max_failures:
                     break
                 continue
             for name, values in single.items():
@@ -128,7 +135,9 @@ class RewardCall:
         )
 
     def _named(self, row: int) -> str:
-        return f"reward {self.label!r}, sample {row} (prompt {self.prompts[row][:60]!r})"
+        return (
+            f"reward {self.label!r}, sample {self.first + row} (prompt {self.prompts[row][:60]!r})"
+        )
 
 
 def _told(error: Exception) -> str:

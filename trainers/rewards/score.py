@@ -87,7 +87,7 @@ def table(
         [RewardConfig(name=name, kwargs=kwargs)], timeout_s=3600, max_masked_fraction=1.0
     )
     for path, prompt, extra in zip(paths, prompts, metadata, strict=True):
-        check_prompt(name, scorer.rewards[0], prompt, extra, where=path.name)
+        check_prompt(name, scorer.sources[name.rpartition(":")[2]], prompt, extra, where=path.name)
     scores = scorer.score(media, prompts, metadata)
     columns = {"total": scores.total, **dict(list(scores.components.items())[1:])}
     order = sorted(range(len(paths)), key=lambda i: -_or_lowest(scores.total[i].item()))

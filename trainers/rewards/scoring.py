@@ -6,8 +6,9 @@ enters no mean. It is never scored 0, which would be a judgement. The rules:
 1. The total is the weighted sum of the rewards. Weight 0: logged, not trained.
 2. A sample is masked when a reward with a weight gave it None, NaN or infinity, raised or ran out of
    time. A part of the sum is never taken for the whole.
-3. A reward is called once for the batch. If that fails, once for each sample; those that fail again
-   are masked. It stops as soon as more have failed than may be masked.
+3. A reward is called once for the batch, or, where batches come one after the other (`Scorer.start`
+   with ``overlap``), once for each of them. If that fails, once for each sample; those that fail again
+   are masked. It stops as soon as more have failed than may be masked, counted over all batches.
 4. More masked samples than ``max_masked_fraction`` allows, or no sample left, is ``RewardFailure``.
 5. Logs take the mean of what is there, component by component.
 
@@ -17,22 +18,18 @@ memory, and shares the reward's state with later calls.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from miles_rollout.media import Media
-from miles_rollout.shapes import Bool, Float
 from trainers.config_loader import STRICT, ConfigError
-from trainers.rewards import Reward, resolve_reward
-from trainers.rewards.reward_call import TOTAL, RewardCall, RewardFailure
-
-_MAX_ERRORS_TOLD = 3
-
+from trainers.rewards import Reward, RewardSource, resolve_reward
+from trainers.rewards.overlap import Scoring
+from trainers.rewards.reward_call import RewardCall, RewardFailure
+from trainers.rewards.scores import Column, ScoredParts, Scores
 
 __all__ = ["RewardConfig", "RewardFailure", "Scorer", "Scores"]
 
@@ -60,26 +57,6 @@ class RewardConfig:
         return self.name.rpartition(":")[2]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    """What the rewards say about a batch of samples."""
-
-    total: Float[Tensor, " samples"]
-    """float64; NaN where masked."""
-    components: Mapping[str, Float[Tensor, " samples"]]
-    """``<reward>`` and ``<reward>/<component>``, float64, unweighted; NaN where missing."""
-    masked: Bool[Tensor, " samples"]
-    errors: tuple[str, ...]
-    """Why samples have no score, also for rewards of weight 0."""
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the rewards in the total, by the name of their component."""
-
-    def component_means(self) -> dict[str, float]:
-        """The mean of every component over the samples that have it; without those no one has."""
-        finite = {name: values[values.isfinite()] for name, values in self.components.items()}
-        return {name: float(values.mean()) for name, values in finite.items() if len(values)}
-
-
 class Scorer:
     """Calls the rewards of a recipe."""
 
@@ -89,6 +66,7 @@ class Scorer:
         *,
         timeout_s: float | int,
         max_masked_fraction: float | int,
+        overlap: bool = False,
     ) -> None:
         labels = [config.label for config in configs]
         if len(set(labels)) < len(labels):
@@ -106,9 +84,40 @@ class Scorer:
         self.configs = tuple(configs)
         self.timeout_s = timeout_s
         self.max_masked_fraction = max_masked_fraction
-        # All are checked before the first loads a model.
-        builders = [resolve_reward(config.name, config.kwargs) for config in configs]
-        self.rewards: list[Reward] = [build() for build in builders]
+        self.overlap = overlap
+        self._sources = [resolve_reward(config.name, config.kwargs) for config in configs]
+
+    def watching(self, configs: Sequence[RewardConfig]) -> Scorer:
+        """Another scorer with these rewards too, which are only logged; it shares those of this one."""
+        labels = [config.label for config in (*self.configs, *configs)]
+        if len(set(labels)) < len(labels):
+            raise ConfigError(
+                f"eval.rewards: a name is given twice, or is one of rewards; got {labels}; name each "
+                "once: what rewards has is scored in evaluations, too"
+            )
+        scorer = copy.copy(self)
+        scorer.configs = self.configs + tuple(replace(config, weight=0.0) for config in configs)
+        scorer._sources = self._sources + [resolve_reward(c.name, c.kwargs) for c in configs]
+        return scorer
+
+    @property
+    def sources(self) -> dict[str, RewardSource]:
+        """By what logs call the rewards; nothing is loaded."""
+        return {c.label: s for c, s in zip(self.configs, self._sources, strict=True)}
+
+    @property
+    def rewards(self) -> list[Reward]:
+        """All of them, loaded."""
+        return [source.get() for source in self._sources]
+
+    def load(self) -> None:
+        """Build the rewards now, models and all, instead of when they are first called."""
+        _ = self.rewards
+
+    @property
+    def untrained(self) -> list[str]:
+        """What logs call the rewards of weight 0."""
+        return [config.label for config in self.configs if not config.weight]
 
     def score(
         self,
@@ -122,41 +131,49 @@ class Scorer:
                 f"Scorer: needs one prompt and metadata a sample; got {len(media)} media, "
                 f"{len(prompts)} prompts, {len(metadata)} metadata; pass lists of one length"
             )
-        total = torch.zeros(len(media), dtype=torch.float64)
-        components: dict[str, Tensor] = {}
-        errors: list[str] = []
-        for config, reward in zip(self.configs, self.rewards, strict=True):
+        parts = ScoredParts(len(media), self._may_be_masked(len(media)))
+        self.score_part(parts, media, prompts, metadata)
+        return parts.scores()
+
+    def start(self, num_samples: int) -> Scoring:
+        """Score ``num_samples`` that come in batches: beside their making, if ``overlap``."""
+        parts = ScoredParts(num_samples, self._may_be_masked(num_samples))
+        return Scoring(self.score_part, parts, overlap=self.overlap)
+
+    def score_part(
+        self,
+        parts: ScoredParts,
+        media: Sequence[Media],
+        prompts: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Add the scores of ``media`` to ``parts``, whose next samples they are."""
+        if not parts.columns:
+            parts.columns += [Column(config.label, config.weight) for config in self.configs]
+        for number, (column, reward) in enumerate(zip(parts.columns, self.rewards, strict=True), 1):
             call = RewardCall(
-                label=config.label,
+                label=column.label,
                 reward=reward,
                 media=media,
                 prompts=prompts,
                 metadata=metadata,
                 timeout_s=self.timeout_s,
+                first=parts.rows,
             )
-            columns = call.scores(self._may_be_masked(len(media)))
-            errors += call.errors
-            components[config.label] = columns.pop(TOTAL)
-            components |= {f"{config.label}/{name}": c for name, c in columns.items()}
-            if config.weight:
-                total += config.weight * components[config.label]
-                self._check(total.isnan(), errors)
-        return Scores(
-            total=total,
-            components=components,
-            masked=total.isnan(),
-            errors=tuple(errors),
-            weights={c.label: c.weight for c in self.configs if c.weight},
-        )
+            if column.gave_up:
+                column.add(call.nothing())
+            else:
+                column.add(call.scores(parts.max_masked - column.failures))
+                column.errors += call.errors
+                column.failures += call.failures
+                column.gave_up = column.failures > parts.max_masked
+            if column.weight:
+                parts.check(
+                    number,
+                    "repair the reward or raise max_masked_fraction (now "
+                    f"{self.max_masked_fraction})",
+                )
+        parts.rows += len(media)
 
     def _may_be_masked(self, samples: int) -> int:
         return int(self.max_masked_fraction * samples + 1e-9)  # 0.29 * 100 is 28.999...
-
-    def _check(self, masked: Bool[Tensor, " samples"], errors: Sequence[str]) -> None:
-        count, total = int(masked.sum()), len(masked)
-        if count > self._may_be_masked(total) or count == total:
-            causes = "; ".join(errors[:_MAX_ERRORS_TOLD])
-            raise RewardFailure(
-                f"rewards: {count} of {total} samples have no score; got {causes}; repair the "
-                f"reward or raise max_masked_fraction (now {self.max_masked_fraction})"
-            )

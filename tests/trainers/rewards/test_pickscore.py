@@ -8,7 +8,7 @@ from miles_rollout import Media
 from tests.tiny_run import tiny_config
 from tests.trainers.rewards.test_clip_features import picture_features, text_features
 from tests.trainers.rewards.tiny_clip import random_image, samples, save_clip
-from trainers.build import read_inputs
+from trainers.build import build_trainer, read_inputs
 from trainers.config_loader import ConfigError
 from trainers.rewards import build_reward
 
@@ -64,5 +64,6 @@ def test_wrong_frames_are_told(folder):
 def test_a_run_is_told_before_its_own_model_is_loaded(tmp_path):
     config = tiny_config(tmp_path, "rewards=[{name: pickscore, kwargs: {device: cpu}}]")
     message = "reward 'pickscore': its processor cannot be loaded; got 'laion/CLIP-ViT-H-14-laion2B"
+    inputs = read_inputs(config)  # a dry run ends here, and loads none
     with pytest.raises(ConfigError, match=message):
-        read_inputs(config)
+        build_trainer(config, inputs)

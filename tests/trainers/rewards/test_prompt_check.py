@@ -5,9 +5,10 @@ import re
 import pytest
 
 from tests.tiny_run import tiny_config
-from trainers.build import read_inputs
+from trainers.build import build_trainer, read_inputs
+from trainers.config_loader import ConfigError
 from trainers.data import DataError
-from trainers.rewards import build_reward
+from trainers.rewards import build_reward, resolve_reward
 from trainers.rewards.prompt_check import check_prompt, with_prompt_check
 
 HERE = __name__
@@ -24,7 +25,8 @@ def lengths(media, prompts, metadata, *, scale=1.0):
 
 
 class Lengths:
-    def check_prompt(self, prompt, metadata):
+    @staticmethod
+    def check_prompt(prompt, metadata):
         refuse_short(prompt, metadata)
 
     def __call__(self, media, prompts, metadata):
@@ -37,7 +39,7 @@ def constant(media, prompts, metadata):
 
 @pytest.mark.parametrize("name", ["lengths", "Lengths"])
 def test_functions_and_classes_may_refuse_a_prompt(name):
-    reward = build_reward(f"{HERE}:{name}", {})
+    reward = resolve_reward(f"{HERE}:{name}", {})
     check_prompt(name, reward, "long", {}, where="here")
     check_prompt(name, reward, "ab", {"least": 2}, where="here")
     with pytest.raises(DataError, match=rf"^here: reward '{name}': too short; got 'ab'; set more$"):
@@ -49,7 +51,7 @@ def test_a_function_keeps_its_arguments():
 
 
 def test_without_a_check_every_prompt_will_do():
-    check_prompt("constant", build_reward(f"{HERE}:constant", {}), "", {}, where="here")
+    check_prompt("constant", resolve_reward(f"{HERE}:constant", {}), "", {}, where="here")
 
 
 @pytest.mark.parametrize("bad", ["train", "eval"])
@@ -73,12 +75,50 @@ def test_both_files_are_checked_by_every_reward(tmp_path, bad):
 )
 def test_rewards_that_parse_prompts_refuse_others(name, text):
     with pytest.raises(DataError, match=f"^p.txt:1: reward '{name}': parse_prompt: .*{text}"):
-        check_prompt(name, build_reward(name, {}), "a cat", {}, where="p.txt:1")
+        check_prompt(name, resolve_reward(name, {}), "a cat", {}, where="p.txt:1")
+
+
+def oops(prompt, metadata):
+    raise KeyError("oops")
+
+
+@with_prompt_check(oops)
+def broken(media, prompts, metadata):
+    return [0.0] * len(media)
 
 
 def test_a_mistake_in_the_check_is_not_taken_for_a_prompts():
-    def broken(prompt, metadata):
-        raise KeyError("oops")
-
     with pytest.raises(KeyError):
-        check_prompt("x", with_prompt_check(broken)(lambda *_: []), "p", {}, where="here")
+        check_prompt("x", resolve_reward(f"{HERE}:broken", {}), "p", {}, where="here")
+
+
+class Unbound:
+    def check_prompt(self, prompt, metadata):
+        refuse_short(prompt, metadata)
+
+
+def test_a_check_that_would_need_the_reward_is_refused():
+    with pytest.raises(ConfigError, match="got a method of Unbound; make it a staticmethod"):
+        resolve_reward(f"{HERE}:Unbound", {})
+
+
+class Heavy:
+    """Stands for a reward with a model: building it is what must not happen early."""
+
+    check_prompt = staticmethod(refuse_short)
+
+    def __init__(self):
+        raise RuntimeError("the model was loaded")
+
+
+def test_prompts_are_refused_before_a_reward_loads_its_model(tmp_path):
+    (tmp_path / "p.txt").write_text("abc\nx\n")
+    files = [f"data.{name}={tmp_path / 'p.txt'}" for name in ("train", "eval")]
+    rewards = f"rewards=[{{name: '{HERE}:Heavy'}}]"
+    config = tiny_config(tmp_path / "run", *files, rewards, "rollout.num_prompts=2")
+    with pytest.raises(DataError, match=r"p\.txt:2: reward 'Heavy': too short"):
+        read_inputs(config)
+    (tmp_path / "p.txt").write_text("abc\nabcd\n")
+    inputs = read_inputs(config)
+    with pytest.raises(RuntimeError, match="the model was loaded"):
+        build_trainer(config, inputs)

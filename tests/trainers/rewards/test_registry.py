@@ -45,7 +45,7 @@ def test_every_name_points_at_a_reward():
     # Their own tests build these, from models that are not here.
     for name in ("aesthetic", "clap", "clip_score", "pickscore"):
         del builders[name]
-    for build in builders.values():
+    for source in builders.values():
         assert isinstance(build(), Reward)
     assert score(build_reward("jpeg_compressibility", {}))[0] < 0
 
