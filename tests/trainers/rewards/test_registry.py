@@ -46,7 +46,7 @@ def test_every_name_points_at_a_reward():
     for name in ("aesthetic", "clap", "clip_score", "pickscore"):
         del builders[name]
     for source in builders.values():
-        assert isinstance(build(), Reward)
+        assert isinstance(source.get(), Reward)
     assert score(build_reward("jpeg_compressibility", {}))[0] < 0
 
 
