@@ -59,9 +59,9 @@ def test_a_path_names_a_reward_or_what_builds_it():
 
 def test_resolving_checks_but_builds_nothing():
     loaded.clear()
-    build = resolve_reward(f"{HERE}:Model", {})
+    source = resolve_reward(f"{HERE}:Model", {})
     assert not loaded
-    build()
+    assert source.get() is source.get()
     assert loaded == ["model"]
 
 
