@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptFile, PromptRecord, read_prompts
 from trainers.devices import build_device
 from trainers.family_checks import check_inputs, check_request, makes_video
+from trainers.lora import check_start
 from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.prompt_lengths import warn_of_cut_prompts
@@ -85,6 +86,8 @@ def read_inputs(config: TrainConfig) -> Inputs:
     eval_scorer = scorer.watching(config.eval.rewards)
     check_prompts(scorer.sources, config.data.train, train)
     check_prompts(eval_scorer.sources, config.data.eval, held_out)
+    if config.model.lora is not None and not config.resume:
+        check_start(config.model.lora)
     adapter = find_adapter(config.model.pipeline)
     if adapter is not None:
         for name, records in (("data.train", train), ("data.eval", held_out)):
@@ -109,9 +112,11 @@ def run(config: TrainConfig) -> Path:
         logger.info("%s: %s", file.source, file.told)
     checkpoint = find_checkpoint(config)
     saved = None if checkpoint is None else load_checkpoint(checkpoint)
+    if saved is not None:
+        check_groups(config, saved[0])
     # Before the model is loaded: minutes later is too late to hear of a folder without access.
     output_dir = make_folder(config.output_dir, "output_dir")
-    trainer = build_trainer(config, inputs)
+    trainer = build_trainer(config, inputs, resumed=saved is not None)
     if saved is not None and checkpoint is not None:
         trainer.restore(*saved)
         if not trainer.policy.is_exported(checkpoint):  # killed between a checkpoint and its export
@@ -125,8 +130,27 @@ def run(config: TrainConfig) -> Path:
     return output_dir
 
 
-def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
-    """Load rewards and pipeline, attach what is trained, and hand everything to a `Trainer`."""
+def check_groups(config: TrainConfig, groups: Collection[str]) -> None:
+    """Raise ``RunError`` where a checkpoint lacks weights that the config asks for."""
+    needs = build_algorithm(config.algorithm).needs
+    wanted = {
+        "ema": (config.ema is not None, "ema null"),
+        "old": (needs.old_policy is not None, "the algorithm"),
+        "start": (needs.reference == "start" and config.model.lora is not None, "the algorithm"),
+    }
+    for name, (is_wanted, setting) in wanted.items():
+        if is_wanted and name not in groups:
+            raise RunError(
+                f"resume: the checkpoint has no weights {name!r}; got {sorted(groups)}; set {setting} "
+                "of the saved run, or start anew in another output_dir"
+            )
+
+
+def build_trainer(config: TrainConfig, inputs: Inputs, *, resumed: bool = False) -> Trainer:
+    """Load rewards and pipeline, attach what is trained, and hand everything to a `Trainer`.
+
+    ``resumed``: a checkpoint's weights will follow, so that ``lora.start`` is not read.
+    """
     inputs.eval_scorer.load()
     records = [*inputs.train_prompts, *inputs.eval_prompts]
     prompts = [record.prompt for record in records]
@@ -141,9 +165,10 @@ def build_trainer(config: TrainConfig, inputs: Inputs) -> Trainer:
     if makes_video(config.rollout, engine.adapter):
         require_av()
     algorithm = build_algorithm(config.algorithm)
+    lora = config.model.lora
     policy = Policy(
         engine,
-        config.model.lora,
+        replace(lora, start=None) if lora is not None and resumed else lora,
         seed=config.seed,
         gradient_checkpointing=config.model.gradient_checkpointing,
         compile_backend="inductor" if config.model.compile else None,

@@ -13,7 +13,7 @@ from miles_rollout.families import class_name_of, find_adapter
 from miles_rollout.loading import TINY_PIPELINES, check_pipeline_name
 from miles_rollout.pipelines import PipelineAdapter
 from trainers.algorithm_checks import check_algorithm, check_unguided
-from trainers.algorithms import AlgorithmConfig, GRPOConfig
+from trainers.algorithms import AlgorithmConfig, GRPOConfig, build_algorithm
 from trainers.config_loader import STRICT
 from trainers.ema import EMAConfig
 from trainers.family_checks import check_family, resolve_chunks
@@ -237,16 +237,33 @@ class TrainConfig:
             rollout, evaluation = _for_family(self, adapter)
             object.__setattr__(self, "rollout", rollout)
             object.__setattr__(self, "eval", evaluation)
+        else:
+            _check_algorithm(self, self.rollout, self.rollout.num_inference_steps)
         self._check_batch()
-        check_algorithm(self.algorithm, self.rollout, self.model.lora)
+        self._check_average()
         if self.debug.save_rollouts and self.debug.load_rollouts:
             raise ValueError(
                 "debug.save_rollouts has no effect with debug.load_rollouts: nothing is sampled; "
                 "set one of them"
             )
 
+    def _check_average(self) -> None:
+        updates = self.iterations * self.optim.updates_per_iteration
+        if self.ema is not None and self.ema.every > updates:
+            raise ValueError(
+                f"ema.every: the run's {updates} updates end before the average moves, so it would "
+                f"stay the initial weights; got {self.ema.every}; set it lower, or ema null"
+            )
+
     def _check_batch(self) -> None:
         updates = self.optim.updates_per_iteration
+        of_group = build_algorithm(self.algorithm).needs.samples_of_group
+        trained = self.rollout.num_prompts * (of_group or self.rollout.group_size)
+        if updates > trained:
+            raise ValueError(
+                f"optim.updates_per_iteration: more than the {trained} samples that an iteration "
+                f"trains; got {updates}; set it lower"
+            )
         if self.rollout.num_chunks % updates:
             raise ValueError(
                 f"optim.updates_per_iteration must divide the iteration's {self.rollout.num_chunks} "
@@ -271,4 +288,9 @@ def _for_family(config: TrainConfig, adapter: PipelineAdapter) -> tuple[RolloutC
     rollout, evaluation = resolve_chunks(config.rollout, config.eval, adapter)
     check_family(model.pipeline, model.denoisers or (), rollout, evaluation, adapter)
     check_unguided(config.algorithm, rollout, adapter)
+    _check_algorithm(config, rollout, adapter.num_steps(rollout.num_inference_steps))
     return rollout, evaluation
+
+
+def _check_algorithm(config: TrainConfig, rollout: RolloutConfig, num_steps: int) -> None:
+    check_algorithm(config.algorithm, rollout, config.model.lora, num_steps=num_steps)

@@ -44,7 +44,7 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {rollout.num_prompts} prompts x {rollout.group_size} samples = {rollout.num_samples} "
         f"samples an iteration, in {rollout.num_chunks} chunks of {rollout.rows} rows",
         f"  {optim.updates_per_iteration} updates of "
-        f"{counts.trained_samples // optim.updates_per_iteration} samples x {len(trained)} trained "
+        f"{_share(counts.trained_samples, optim.updates_per_iteration, needs)} samples x {len(trained)} trained "
         f"steps {_told_steps(steps, trained, needs.fraction.order)} (window of iteration 0)",
         f"  backward of {optim.micro_batch_size or rollout.rows} rows at a time",
         f"  {inputs.train.told} to train on; {inputs.held_out.told} held out",
@@ -67,6 +67,12 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
             "chunk of their prompts"
         )
     return "\n".join(lines)
+
+
+def _share(samples: int, updates: int, needs: Needs) -> str:
+    """Samples an update; chosen ones are wherever they were sampled."""
+    about = "about " if needs.samples_of_group and updates > 1 else ""
+    return f"{about}{samples // updates}"
 
 
 def _told_steps(steps: Sequence[int], trained: Sequence[int], order: str) -> str:
@@ -112,7 +118,9 @@ def _memory(
         f"  trained {trained / 1e6:.2f} M parameters, {_size(trained * _ADAM_BYTES)} with gradient "
         "and AdamW moments in float32"
     )
-    copies = {"average": config.ema, "old policy": needs.old_policy}
+    # The base of a LoRA is the model itself, with the LoRA off.
+    reference = needs.reference if lora is None or needs.reference == "start" else None
+    copies = {"average": config.ema, "old policy": needs.old_policy, "reference": reference}
     lines += [
         f"  {name} {_size(trained * _STATE_BYTES)} in float32"
         for name, kept in copies.items()

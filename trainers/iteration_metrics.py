@@ -69,8 +69,10 @@ def update_metrics(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """``train/*`` of an iteration from those of its updates, in order.
 
     The mean over the updates, except for what tells of errors, which is that of the first, and the
-    learning rate, which is that of the last.
+    learning rate, which is that of the last. Empty where no update had a sample to train.
     """
+    if not records:
+        return {}
     means = {name: sum(r[name] for r in records) / len(records) for name in records[0]}
     means |= {n: records[0][n] for n in means if n.partition("/")[0] in _FIRST_UPDATE}
     means["lr"] = records[-1]["lr"]

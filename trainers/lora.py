@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,7 @@ __all__ = [
     "adapter_tensors",
     "attach_lora",
     "base_model",
+    "check_start",
     "export_lora",
     "load_adapter_tensors",
     "load_exported",
@@ -102,6 +103,10 @@ class LoraConfig:
             raise LoraError(
                 f"lora.dropout: rollout and replay would see different masks, so the ratio would "
                 f"not start at 1; got {self.dropout}; set 0"
+            )
+        if self.start is not None and self.init != "gaussian":
+            raise LoraError(
+                f"lora.init: has no effect beside lora.start; got {self.init!r}; leave it out"
             )
         if not self.targets or len(set(self.targets)) != len(self.targets):
             raise LoraError(
@@ -203,26 +208,63 @@ def load_exported(
     where = f"lora.start: {path}"
     try:
         tensors = load_file(path)
-        with safe_open(path, "pt") as file:
-            header = file.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise LoraError(
             f"{where} cannot be read; got {error}; set a folder with {path.name}, or null"
         ) from None
-    told = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    for key, wanted in (("r", config.rank), ("lora_alpha", config.alpha)):
-        found = told.get(f"{_PREFIX}.{key}", wanted)
-        if found != wanted:
-            name = {"r": "rank", "lora_alpha": "alpha"}[key]
-            raise LoraError(
-                f"{where} was made with another strength; got {name} {found} for {wanted}; set "
-                f"lora.{name} to {found}"
-            )
+    _check_strength(where, _read_header(path), config)
     named = {name.removeprefix(f"{_PREFIX}."): tensor for name, tensor in tensors.items()}
     try:
         load_adapter_tensors(module, named, adapter_name)
     except LoraError as error:
         raise LoraError(f"{where} does not fit: {error}") from None
+
+
+def check_start(config: LoraConfig) -> None:
+    """Raise ``LoraError`` unless ``lora.start`` holds exported files of this strength."""
+    if config.start is None:
+        return
+    folder = Path(config.start)
+    stem, _, end = WEIGHTS_NAME.rpartition(".")
+    files = sorted(folder.glob(f"{stem}*.{end}"))
+    if not files:
+        raise LoraError(
+            f"lora.start: no exported LoRA there; got {str(folder)!r}; set a folder that holds "
+            f"{WEIGHTS_NAME}, such as a checkpoint's, or null"
+        )
+    for path in files:
+        _check_strength(f"lora.start: {path}", _read_header(path), config)
+
+
+def _read_header(path: Path) -> Mapping[str, str]:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise LoraError(
+            f"lora.start: {path} cannot be read; got {error}; set a folder with {path.name}, or null"
+        ) from None
+
+
+def _check_strength(where: str, header: Mapping[str, str], config: LoraConfig) -> None:
+    """A file that does not tell its alpha is applied with alpha = rank, as diffusers does."""
+    told = json.loads(header.get(LORA_ADAPTER_METADATA_KEY, "{}"))
+    rank = told.get(f"{_PREFIX}.r", config.rank)
+    for name, found, wanted in (
+        ("rank", rank, config.rank),
+        ("alpha", told.get(f"{_PREFIX}.lora_alpha", rank), config.alpha),
+    ):
+        if found != wanted:
+            raise LoraError(
+                f"{where} was made with another strength; got {name} {found} for {wanted}; set "
+                f"lora.{name} to {found}"
+            )
+    for key in ("rank_pattern", "alpha_pattern", "use_rslora"):
+        if told.get(f"{_PREFIX}.{key}"):
+            raise LoraError(
+                f"{where} has layers of different strength; got {key} "
+                f"{told[f'{_PREFIX}.{key}']}; set one whose layers are alike"
+            )
 
 
 def _sort_header(path: Path) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from miles_rollout import RolloutEngine
 from miles_rollout.errors import MilesRolloutError
 from miles_rollout.noise import derive_seed
+from trainers.adapters import adapter_parameters
 from trainers.lora import (
     LoraConfig,
-    adapter_tensors,
     attach_lora,
     base_model,
     export_lora,
@@ -82,7 +82,8 @@ class Policy:
                 checkpointed: Any = module
                 checkpointed.enable_gradient_checkpointing()
             if compile_backend is not None:
-                _compile(module, compile_backend)
+                for held in (module, *(copies[name] for copies in self._copies.values())):
+                    _compile(held, compile_backend)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -154,41 +155,45 @@ class Policy:
     @torch.no_grad()
     def update_old(self, decay: float) -> None:
         """``old <- decay old + (1 - decay) trained``, every weight in float32."""
-        trained = self.tensors()
-        old = self.tensors("old")
-        self.load(
-            {
-                name: tensor if decay == 0 else old[name].lerp(tensor, 1 - decay)
-                for name, tensor in trained.items()
-            },
-            "old",
-        )
+        trained = self._held("default")
+        for name, old in self._held("old").items():
+            if decay == 0:
+                old.copy_(trained[name])
+            else:
+                old.lerp_(trained[name], 1 - decay)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Copies of what is trained and of what stands beside it and changes, to save."""
-        kept = (
-            self.beside if self.lora is not None else tuple(b for b in self._copies if b == "old")
-        )
-        return {"policy": self.tensors(), **{name: self.tensors(name) for name in kept}}
+        return {name: self.tensors(which) for name, which in self._groups().items()}
+
+    def _groups(self) -> dict[str, str]:
+        """The name of a group of a checkpoint -> the weights in it."""
+        full = tuple(b for b in self._copies if b == "old")
+        kept = full if self.lora is None else self.beside
+        return {"policy": "default", **{name: name for name in kept}}
 
     def restore(self, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put back what `state` gave. Raises ``PolicyError`` where a group is missing."""
-        for name in self.state():
+        for name, which in self._groups().items():
             if name not in groups:
                 raise PolicyError(
                     f"policy: the checkpoint has no weights {name!r}; got {sorted(groups)}; set the "
                     "algorithm of the saved run"
                 )
-            self.load(groups[name], "default" if name == "policy" else name)
+            self.load(groups[name], which)
 
     def tensors(self, which: str = "default") -> dict[str, Tensor]:
         """A copy of what is trained, or of the weights ``which`` beside it."""
+        return {name: p.detach().clone() for name, p in self._held(which).items()}
+
+    def _held(self, which: str) -> dict[str, nn.Parameter]:
+        """The parameters themselves, by the names that `tensors` gives."""
         if self.lora is None:
-            return {name: p.detach().clone() for name, p in self._full(which).items()}
+            return self._full(which)
         return {
-            f"{denoiser}.{name}": tensor
+            f"{denoiser}.{name}": parameter
             for denoiser, module in sorted(self.modules.items())
-            for name, tensor in adapter_tensors(module, which).items()
+            for name, parameter in adapter_parameters(module, which).items()
         }
 
     def load(self, tensors: Mapping[str, Tensor], which: str = "default") -> None:

@@ -42,6 +42,7 @@ from trainers.run_state import prompt_digests, warn_of_changes, write_atomically
 from trainers.samples import Sample, samples_of, save_samples
 from trainers.tracking import Tracker
 from trainers.update import TrainChunk, TrainingError, run_update
+from trainers.windows import AllSteps, FixedWindow
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Trainer:
         self.num_updates = 0
         self.best: dict[str, float] = {}
         self._use_told = False
+        self._clipping_told = False
         self.output_dir = Path(config.output_dir)
         self.checkpoints = self.output_dir / "checkpoints"
 
@@ -240,13 +242,23 @@ class Trainer:
         records: list[dict[str, float]] = []
         histograms: dict[str, Tensor] = {}
         for update in range(optim.updates_per_iteration):
+            part = chunks[update * per_update : (update + 1) * per_update]
+            if not any(chunk.weights.any() for chunk in part):
+                logger.warning(
+                    "train: update %d of iteration %d has no sample to train, so no step is made; got "
+                    "%d trained samples in all; set optim.updates_per_iteration lower",
+                    update,
+                    self.iteration,
+                    sum(int(chunk.weights.sum()) for chunk in chunks),
+                )
+                continue
             lr = self._set_lr()
             metrics, grad_norm = run_update(
                 self.engine,
                 self.policy,
                 self.algorithm,
                 self.optimizer,
-                chunks[update * per_update : (update + 1) * per_update],
+                part,
                 micro_batch_size=optim.micro_batch_size,
                 max_grad_norm=optim.max_grad_norm,
             )
@@ -254,11 +266,11 @@ class Trainer:
             if self.ema is not None:
                 self.ema.update(self.policy.parameters)
             reduced = metrics.reduce()
-            records.append(reduced | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr})
-            if update == 0:
+            if not records:
                 gaps = metrics.step_gaps()
-                self._check_consistency(reduced.get("ratio_abs_minus_1", 0.0), gaps)
+                self._check_consistency(reduced, gaps)
                 self._check_use()
+            records.append(reduced | {"loss": metrics.loss, "grad_norm": grad_norm, "lr": lr})
             if metrics.ratios is not None:
                 histograms[f"train/ratios/update_{update}"] = metrics.ratios
         told = {f"train/log_prob_abs_diff/{name}": gap for name, gap in gaps.items()}
@@ -273,8 +285,7 @@ class Trainer:
         weights = live if trained is None else live & trained
         rows: list[list[int] | None] = [None] * len(batches)
         if trained is not None and not trained.all():
-            # A chunk of which nothing is trained makes its call with one row, at weight 0.
-            rows = [part.nonzero()[:, 0].tolist() or [0] for part in trained.split(sizes)]
+            rows = [part.nonzero()[:, 0].tolist() for part in trained.split(sizes)]
         parts = zip(
             batches, advantages.values.split(sizes), weights.split(sizes), rows, strict=True
         )
@@ -291,8 +302,20 @@ class Trainer:
             group["lr"] = lr
         return lr
 
-    def _check_consistency(self, gap: float, steps: Mapping[str, float]) -> None:
+    def _check_consistency(self, metrics: Mapping[str, float], steps: Mapping[str, float]) -> None:
         bound = self.config.checks.max_ratio_abs_minus_1
+        # An algorithm may scale its ratio down; a log-prob's gap is that of the plain ratio.
+        gap = max(metrics.get("ratio_abs_minus_1", 0.0), *steps.values(), 0.0)
+        clipped = metrics.get("clipfrac", 0.0)
+        if clipped and not self._clipping_told:
+            self._clipping_told = True
+            logger.warning(
+                "train: ratios of the first update are clipped, where the policy is the one that "
+                "sampled; got clipfrac %.3g and |ratio - 1| %.3g; raise algorithm.clip_range above "
+                "that, or see why replay differs (optim.micro_batch_size, model.dtype)",
+                clipped,
+                metrics["ratio_abs_minus_1"],
+            )
         if gap <= bound:
             return
         worst = max(steps, key=lambda name: steps[name])
@@ -306,8 +329,9 @@ class Trainer:
         )
 
     def _check_use(self) -> None:
-        """Say once which denoisers had no part in the update that was just made."""
-        if self._use_told:
+        """Say once which denoisers have no part in any update: those of a window that stays."""
+        stays = isinstance(self.config.rollout.window, AllSteps | FixedWindow)
+        if self._use_told or not stays:
             return
         self._use_told = True
         unused = self.policy.without_gradient()

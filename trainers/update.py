@@ -32,7 +32,8 @@ class TrainChunk:
     weights: Tensor
     """[B]: 1, or 0 for a masked sample, which still passes through the denoiser."""
     rows: Sequence[int] | None = None
-    """Those that are replayed at all (None: all, as they were sampled, so that replay is bitwise)."""
+    """Those that are replayed at all (None: all, as they were sampled, so that replay is bitwise). None
+    of them: the chunk is left out."""
     key: tuple[int, ...] = field(default=(0, 0))
     """(seed, iteration): with a row's prompt and sample it keys what is drawn for training."""
 
@@ -60,7 +61,17 @@ class UpdateMetrics:
         self.loss = 0.0
 
     def add(self, terms: Mapping[str, Tensor], gaps: Mapping[str, Tensor]) -> None:
-        """What one step of one micro-batch gave: metrics, and |new - old| of its log-probs."""
+        """What one step of the live rows gave: metrics, and |new - old| of their log-probs.
+
+        Raises ``TrainingError`` for a metric that the algorithm's ``reductions`` do not name.
+        """
+        unknown = sorted({n.partition("/")[0] for n in terms} - self._reductions.keys())
+        if unknown:
+            raise TrainingError(
+                f"train: nothing says how the rows of {', '.join(unknown)} become one number; got "
+                f"reductions of {', '.join(sorted(self._reductions))}; add it to the algorithm's "
+                "reductions"
+            )
         for name, values in terms.items():
             self._terms.setdefault(name, []).append(values)
         for name, gap in gaps.items():
@@ -98,7 +109,7 @@ def run_update(
 ) -> tuple[UpdateMetrics, float]:
     """Accumulate the mean loss over all live (sample, step) pairs, then step once.
 
-    Returns the metrics and the gradient norm before clipping. Raises ``TrainingError`` for a loss
+    Without such a pair there is no step: AdamW would move the weights by its momentum. Returns the metrics and the gradient norm before clipping. Raises ``TrainingError`` for a loss
     or gradient that is not finite, with the weights as they were.
     """
     metrics = UpdateMetrics(algorithm.reductions)
@@ -114,14 +125,23 @@ def run_update(
                 _check_loss(terms.loss, chunk, step, rows)
                 loss.backward()
                 metrics.loss += loss.item()
-                metrics.add({**terms.metrics, **told}, gaps)
+                if weights.any():
+                    live = (weights > 0).to(terms.loss.device)
+                    metrics.add(
+                        {
+                            name: values[live]
+                            for name, values in (dict(terms.metrics) | told).items()
+                        },
+                        {name: gap[live] for name, gap in gaps.items()},
+                    )
     grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters.values(), max_grad_norm).item()
     if not torch.tensor(grad_norm).isfinite():
         raise TrainingError(
             f"train: the gradient is not finite; got norm {grad_norm}; lower optim.lr, or leave "
             "the last steps out of rollout.window"
         )
-    optimizer.step()
+    if count:
+        optimizer.step()
     return metrics, grad_norm
 
 
@@ -161,8 +181,8 @@ def _micro_batches(chunk: TrainChunk, size: int | None) -> Iterator[list[int] | 
         yield None
         return
     rows = list(range(count) if chunk.rows is None else chunk.rows)
-    for start in range(0, len(rows), size or len(rows)):
-        yield rows[start : start + (size or len(rows))]
+    for start in range(0, len(rows), size or count):
+        yield rows[start : start + (size or count)]
 
 
 def _check_loss(loss: Tensor, chunk: TrainChunk, step: int, rows: list[int] | None) -> None:

@@ -164,6 +164,16 @@ class ProgressiveWindow:
                 f"iterations: must be at least min_iterations, and that at least 1; got "
                 f"{self.iterations} and {self.min_iterations}; set for example 25 and 1"
             )
+        unused = {
+            "linear": self.min_iterations != 1,
+            "exponential": self.decay_rate != 0.1 or self.decay_start != 13,
+        }
+        for kind, given in unused.items():
+            if given and self.decay != kind:
+                raise ConfigError(
+                    f"decay: settings of a {kind} one have no effect; got decay {self.decay}; set decay "
+                    f"{kind}, or leave them out"
+                )
         if self.decay_rate < 0 or self.decay_start < 0 or self.start_min < 0:
             raise ConfigError(
                 "decay_rate, decay_start and start_min: must not be negative; got "

@@ -307,7 +307,7 @@ def test_a_save_that_fails_does_not_leave_an_older_document_behind(pipe, tmp_pat
 
 def test_the_document_is_plain_json(pipe, tmp_path):
     run(pipe)[0].save(tmp_path)
-    assert json.loads((tmp_path / "trajectory.json").read_text())["schema"] == 1
+    assert json.loads((tmp_path / "trajectory.json").read_text())["schema"] == 2
     assert {f.name for f in tmp_path.iterdir()} == {"trajectory.json", "trajectory.safetensors"}
 
 

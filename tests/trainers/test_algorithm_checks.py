@@ -32,7 +32,16 @@ SD3 = "model={pipeline: tiny-sd3, lora: {rank: 2, targets: [attn.to_q]}}"
         (
             ["algorithm.type=mix_grpo"],
             "algorithm mix_grpo: the window has to move in the course of the run; got "
-            "rollout.window of type fixed; set progressive or random",
+            "rollout.window of type fixed, always at steps [0, 2] of 4; set progressive or random, and "
+            "a size that leaves room",
+        ),
+        (
+            ["algorithm.type=mix_grpo", "rollout.window={type: random, size: 4}"],
+            "got rollout.window of type random, always at steps [0, 1, 2, 3] of 4; set",
+        ),
+        (
+            ["algorithm.type=mix_grpo", "rollout.window={type: progressive, size: 4}"],
+            "got rollout.window of type progressive, always at steps [0, 1, 2, 3] of 4; set",
         ),
         (
             ["algorithm.type=flow_grpo_fast", "rollout.window={type: all}"],
@@ -80,8 +89,28 @@ SD3 = "model={pipeline: tiny-sd3, lora: {rank: 2, targets: [attn.to_q]}}"
         (["algorithm.best_of_group=1"], "choose 2 or more of the group's 4 samples; got 1; set"),
         (["algorithm.worst_of_group=-1"], "must be >= 0; got 0, -1"),
         (
-            ["algorithm.step_weights={'3': 2.0, '4': 0.5}"],
-            "algorithm.step_weights: there is no step 4; got 4 steps; set steps within 0..3",
+            ["algorithm.step_weights={'2': 2.0, '3': 0.5}"],
+            "algorithm.step_weights: step 3 is never trained, so its weight has no effect; got a "
+            "rollout.window over [0, 2] of 4 steps; leave it out",
+        ),
+        (["algorithm.kl=velocity"], "kl has no effect at kl_beta 0; got 'velocity'; set kl_beta"),
+        (
+            ["algorithm.type=diffusion_nft", "rollout.sde_streams=[image]"],
+            "trains all streams by their weights; got rollout.sde_streams ['image']; set null",
+        ),
+        (
+            ["ema={decay: 0.9, every: 3}", "iterations=2"],
+            "ema.every: the run's 2 updates end before the average moves, so it would stay the "
+            "initial weights; got 3; set it lower, or ema null",
+        ),
+        (
+            [
+                "algorithm.best_of_group=1",
+                "algorithm.worst_of_group=1",
+                "rollout.chunk_size=1",
+                "optim.updates_per_iteration=8",
+            ],
+            "optim.updates_per_iteration: more than the 4 samples that an iteration trains; got 8",
         ),
         (
             ["algorithm.step_weights={'0': -1.0}"],

@@ -13,11 +13,10 @@ import trainers.trainer
 from miles_rollout.testing import tiny_qwen_image
 from recipes import generate
 from tests.tiny_run import metrics_of, tiny_config, tiny_trainer, train, without_perf
-from trainers.build import run
+from trainers.build import RunError, run
 from trainers.checkpoint import load_checkpoint
 from trainers.evaluation import DETERMINISTIC
 from trainers.image_grid import to_pil
-from trainers.update import TrainingError
 
 SHORT = (
     "rollout.group_size=2",
@@ -72,9 +71,9 @@ def test_evaluations_are_of_the_average_and_training_goes_on_from_its_own(
     assert trainer.ema is not None
     real, inside = trainers.trainer.evaluate, []
 
-    def evaluate(*arguments: Any) -> Any:
+    def evaluate(*arguments: Any, **options: Any) -> Any:
         inside.append({n: p.detach().clone() for n, p in trainer.policy.parameters.items()})
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(trainers.trainer, "evaluate", evaluate)
     train(trainer)
@@ -92,7 +91,7 @@ def test_the_weights_are_back_after_an_evaluation_that_fails(
             parameter.add_(0.1)
     before = trainer.policy.tensors()
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise KeyError
 
     monkeypatch.setattr(trainers.trainer, "evaluate", fail)
@@ -165,7 +164,7 @@ def test_stock_diffusers_draws_the_average_and_so_does_generate(
 def test_a_checkpoint_without_an_average_is_refused(tmp_path: Path) -> None:
     run(tiny_config(tmp_path / "run", *SHORT, "iterations=1"))
     with pytest.raises(
-        TrainingError,
-        match=r"resume: the checkpoint has no average of its weights; .* set ema null",
+        RunError,
+        match=r"resume: the checkpoint has no weights 'ema'; .* set ema null of the saved run",
     ):
         run(tiny_config(tmp_path / "run", *SHORT, EMA, "resume=true"))

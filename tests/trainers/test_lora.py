@@ -1,6 +1,7 @@
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainers.lora import (
     adapter_tensors,
     attach_lora,
     base_model,
+    check_start,
     export_lora,
     load_adapter_tensors,
     load_exported,
@@ -30,6 +32,8 @@ from trainers.lora import (
 )
 
 SMALL = LoraConfig(rank=4, alpha=16.0)
+PLAIN = LoraConfig(rank=4, alpha=4.0)
+"""The strength of a file that does not tell it."""
 
 
 def _transformer(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -389,13 +393,36 @@ def test_an_exported_adapter_is_the_start_of_another(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_start_without_a_word_on_its_strength_is_taken_at_that_of_the_config(
-    tmp_path: Path,
-) -> None:
+def test_a_start_without_a_word_on_its_strength_has_alpha_of_its_rank(tmp_path: Path) -> None:
+    """As diffusers applies it, with alpha = rank."""
     module = _adapted()
     path = export_lora(module, tmp_path / WEIGHTS_NAME, SMALL)
     save_file(load_file(path), path)
-    assert torch.equal(_velocity(_start(_transformer(), path)), _velocity(module))
+    with pytest.raises(
+        LoraError, match=r"another strength; got alpha 4 for 16\.0; set lora\.alpha"
+    ):
+        _start(_transformer(), path)
+    assert not torch.equal(_velocity(_start(_transformer(), path, PLAIN)), _velocity(module))
+
+
+@pytest.mark.parametrize("pattern", ["rank_pattern", "alpha_pattern", "use_rslora"])
+def test_a_start_whose_layers_differ_in_strength_is_refused(tmp_path: Path, pattern: str) -> None:
+    path = export_lora(_adapted(), tmp_path / WEIGHTS_NAME, SMALL)
+    told = {"transformer.r": 4, "transformer.lora_alpha": 16.0, f"transformer.{pattern}": {"a": 2}}
+    save_file(load_file(path), path, {"lora_adapter_metadata": json.dumps(told)})
+    with pytest.raises(LoraError, match=f"layers of different strength; got {pattern}"):
+        _start(_transformer(), path)
+
+
+def test_a_start_is_looked_at_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(
+        LoraError, match=r"lora\.start: no exported LoRA there; got .*; set a folder"
+    ):
+        check_start(replace(SMALL, start=str(tmp_path)))
+    export_lora(_adapted(), tmp_path / WEIGHTS_NAME, SMALL)
+    check_start(replace(SMALL, start=str(tmp_path)))
+    with pytest.raises(LoraError, match=r"another strength; got rank 4 for 8; set lora\.rank to 4"):
+        check_start(replace(SMALL, start=str(tmp_path), rank=8))
 
 
 @pytest.mark.parametrize(
@@ -420,10 +447,10 @@ def test_a_start_of_other_names_loads_nothing_and_says_so(
     path = export_lora(_adapted(), tmp_path / WEIGHTS_NAME, SMALL)
     save_file({rename(name): tensor for name, tensor in load_file(path).items()}, path)
     module = _transformer()
-    attach_lora(module, SMALL, seed=9)
+    attach_lora(module, PLAIN, seed=9)
     before = adapter_tensors(module)
     with pytest.raises(LoraError, match=rf"^lora\.start: .*{message}") as caught:
-        load_exported(module, path, SMALL)
+        load_exported(module, path, PLAIN)
     assert "\n" not in str(caught.value)
     after = adapter_tensors(module)
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -435,7 +462,7 @@ def test_a_start_of_another_rank_is_refused_by_shape_where_nothing_tells_it(tmp_
     with pytest.raises(
         LoraError, match=r"lora\.start: .*shapes do not fit .* set lora\.rank to the"
     ):
-        _start(_transformer(), path, LoraConfig(rank=8, alpha=16.0))
+        _start(_transformer(), path, LoraConfig(rank=8, alpha=8.0))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no safetensors at all"])

@@ -18,6 +18,7 @@ from recipes.generate import generate
 from tests.tiny_run import metrics_of, tiny_h3_config, train, trainer_of, without_perf
 from tests.trainers.test_update import move_adapter
 from tests.wandb_reader import read_run, run_folders
+from trainers.advantages import Advantages
 from trainers.build import run
 from trainers.config import TrainConfig
 from trainers.config_loader import load
@@ -135,7 +136,7 @@ def test_each_sample_is_denoised_and_replayed_once_a_step(tmp_path: Path) -> Non
     batches, scores = trainer.rollouts.collect(0, Clock())
     assert [len(batch.prompts) for batch in batches] == [1] * 8
     assert (counts["rollout"], counts["train"]) == (8 * 3, 0)
-    trainer._train(batches, scores.total.float(), ~scores.masked)
+    trainer._train(batches, Advantages(values=scores.total.float()), ~scores.masked)
     assert (counts["rollout"], counts["train"]) == (8 * 3, 8 * 2)
     assert rows == {1}
     for batch in batches:
@@ -243,7 +244,9 @@ def _one_update(tmp_path: Path, *overrides: str) -> dict[str, float]:
     trainer = trainer_of(tiny_h3_config(tmp_path, *overrides))
     batches = list(trainer.rollouts.chunks(0))
     advantages = torch.tensor([1.0, -1.0, -1.0, 1.0])
-    metrics, _ = trainer._train(batches, advantages, torch.ones(4, dtype=torch.bool))
+    metrics, _ = trainer._train(
+        batches, Advantages(values=advantages), torch.ones(4, dtype=torch.bool)
+    )
     return metrics | log_prob_metrics(batches)
 
 

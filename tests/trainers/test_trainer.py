@@ -332,12 +332,13 @@ def test_accumulating_micro_batches_trains_alike(tmp_path: Path) -> None:
 def _scripted(monkeypatch: pytest.MonkeyPatch, means: list[float]) -> None:
     left = iter(means)
 
-    def evaluate(*_: Any) -> Evaluation:
+    def evaluate(*_: Any, **__: Any) -> Evaluation:
         total = torch.tensor([next(left)], dtype=torch.float64)
         scores = Scores(total=total, components={}, masked=torch.tensor([False]), errors=())
         return Evaluation(scores=scores, media=[], prompts=[])
 
     monkeypatch.setattr(trainers.trainer, "evaluate", evaluate)
+    monkeypatch.setattr(trainers.trainer.Drift, "metrics", lambda *_: {})
     monkeypatch.setattr(Trainer, "_show_before_and_after", lambda self: None)
     monkeypatch.setattr(Evaluation, "samples", lambda evaluation: [])
 

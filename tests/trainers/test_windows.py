@@ -103,7 +103,7 @@ def test_a_window_that_does_not_fit_names_step_count_and_range():
         ),
         ("{type: progressive, iterations: 3, min_iterations: 4}", r"got 3 and 4; set for"),
         (
-            "{type: progressive, decay_rate: -1}",
+            "{type: progressive, decay: exponential, decay_rate: -1}",
             r"must not be negative; got -1\.0, 13, 0; set >= 0",
         ),
         ("{type: progressive, start_min: 3, start_max: 2}", r"below start_min; got 2 and 3; set"),

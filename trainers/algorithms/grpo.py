@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, final
 
-import torch
 from torch import Tensor
 
 from miles_rollout import Replay, StreamReplay
@@ -66,6 +65,10 @@ class PolicyGradientConfig(GroupRelativeConfig):
         if self.reference != "base" and not self.kl_beta:
             raise ValueError(
                 f"reference has no effect at kl_beta 0; got {self.reference!r}; set kl_beta above 0"
+            )
+        if self.kl != "mean" and not self.kl_beta:
+            raise ValueError(
+                f"kl has no effect at kl_beta 0; got {self.kl!r}; set kl_beta above 0, or leave it out"
             )
         if not 0 < self.timestep_fraction <= 1:
             raise ValueError(
@@ -127,13 +130,13 @@ class GRPO(Algorithm):
 
 
 def kl_to_reference(config: PolicyGradientConfig, step: TrainedStep, replay: Replay) -> Tensor:
-    """[R]: the configured distance to the reference, summed over the streams."""
+    """[R]: the configured distance to the reference, joined over the streams as log-probs are."""
     reference = step.replay(config.reference)
-    distances = [
-        distance(config.kl, now, reference.streams[name], step.sqrt_dt(name))
+    distances = {
+        name: distance(config.kl, now, reference.streams[name], step.sqrt_dt(name))
         for name, now in replay.streams.items()
-    ]
-    return torch.stack(distances).sum(0)
+    }
+    return step.trajectory.joint(distances, step.index)
 
 
 def distance(kind: KL, now: StreamReplay, reference: StreamReplay, sqrt_dt: float) -> Tensor:
