@@ -50,7 +50,7 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
         f"  {inputs.train.told} to train on; {inputs.held_out.told} held out",
         f"  evaluation of {evaluated} held-out prompts x {config.eval.samples_per_prompt} samples",
         "denoiser forwards an iteration (samples)",
-        _rollout_forwards(config, counts, evaluations, branches),
+        _rollout_forwards(config, counts, branches),
         f"  train {counts.train} = {counts.trained_samples} x {counts.trained_steps} steps x "
         f"{branches}, with backward",
         *(
@@ -58,7 +58,7 @@ def describe(config: TrainConfig, inputs: Inputs) -> str:
             for other, count in counts.beside.items()
         ),
         "memory",
-        *_memory(config, sizes, needs, len(steps), evaluations),
+        *_memory(config, sizes, needs, len(steps), counts.steps),
     ]
     if rollout.share_prefix and sizes is not None and sizes.latents is not None:
         answers = rollout.num_prompts * counts.prefix_steps * branches * sum(sizes.latents.values())
@@ -81,10 +81,8 @@ def _told_steps(steps: Sequence[int], trained: Sequence[int], order: str) -> str
     return f"{list(trained)}" if order == "first" else f"drawn of {list(steps)} for each chunk"
 
 
-def _rollout_forwards(
-    config: TrainConfig, counts: DenoiserSamples, steps: int, branches: int
-) -> str:
-    rollout, prefix = config.rollout, counts.prefix_steps
+def _rollout_forwards(config: TrainConfig, counts: DenoiserSamples, branches: int) -> str:
+    rollout, prefix, steps = config.rollout, counts.prefix_steps, counts.steps
     samples = rollout.num_samples
     guidance = " (guidance)" if branches > 1 else ""
     if not rollout.share_prefix:

@@ -19,6 +19,7 @@ from miles_rollout.call_signature import call_defaults
 from miles_rollout.pipelines import GenericAdapter, PipelineAdapter
 from trainers.config_loader import ConfigError
 from trainers.rollout_config import OWN_KEYS, EvalConfig, RolloutConfig
+from trainers.short_schedule import check_schedule
 
 _OF_THE_ENGINE = frozenset({"max_sequence_length"})
 """Arguments that the engine takes for every family."""
@@ -75,6 +76,14 @@ def check_family(
         rollout.check_window(adapter.num_steps(rollout.num_inference_steps))
     except ValueError as error:
         raise ConfigError(f"rollout: {error}") from error
+    after = rollout.steps_after_window
+    if after is not None and adapter.base_sigmas(rollout.num_inference_steps) is None:
+        _refuse(
+            "steps_after_window",
+            "the schedule of this pipeline is its scheduler's, and a call cannot cut it",
+            after,
+            "set null",
+        )
     _check_streams(rollout, adapter)
 
 
@@ -110,6 +119,8 @@ def check_request(
             adapter.check_request(pipe, base | rollout.arguments(points))
         except ValueError as error:
             raise ConfigError(f"{key}: {str(error).removeprefix('rollout: ')}") from error
+    if rollout.steps_after_window is not None:
+        check_schedule(pipe, rollout.steps_after_window)
 
 
 def makes_video(rollout: RolloutConfig, adapter: PipelineAdapter) -> bool:

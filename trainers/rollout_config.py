@@ -24,6 +24,8 @@ OWN_KEYS = (
 )
 """Arguments of a pipeline's call that have a key of their own."""
 
+_SIZES = ("num_prompts", "num_inference_steps", "height", "width", "num_frames")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutConfig:
@@ -68,6 +70,9 @@ class RolloutConfig:
     stream_weights: Literal["element"] | Mapping[str, float] = "element"
     """The joint log-prob: a mean over all elements, or a weighted sum of the streams' means, such as
     {video: 0.5, audio: 0.5}."""
+    steps_after_window: int | None = None
+    """At most so many steps follow the window, fewer and larger ones, where the family allows it
+    (docs/models.md); evaluations keep all (null: all)."""
     latent_dtype: LatentDtype = "pipeline"
     """The state is the pipeline's rounded sample, or kept in float32."""
     same_noise: bool = False
@@ -76,7 +81,7 @@ class RolloutConfig:
     """Steps before the window are computed once a prompt; needs ``same_noise``."""
 
     def __post_init__(self) -> None:
-        for name in ("num_prompts", "num_inference_steps", "height", "width", "num_frames"):
+        for name in (*_SIZES, "steps_after_window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1; got {value}")
@@ -108,6 +113,7 @@ class RolloutConfig:
                     f"sampling.{name} has a key of its own; got {self.sampling[name]!r}; set "
                     f"rollout.{name}"
                 )
+        self._check_schedule()
         # No family makes more evaluations than it is asked for.
         self.check_window(self.num_inference_steps)
 
@@ -156,8 +162,24 @@ class RolloutConfig:
                 f"stream_weights: all are 0, so nothing is trained; got {dict(weights)}; set one"
             )
 
+    def _check_schedule(self) -> None:
+        if self.steps_after_window is None:
+            return
+        if self.sde_type == "ode":
+            raise ValueError(
+                "steps_after_window: with sde_type ode no step is stochastic, and none comes after; "
+                f"got {self.steps_after_window}; set null, and a smaller num_inference_steps"
+            )
+        for name in ("sigmas", "timesteps"):
+            if name in self.sampling:
+                raise ValueError(
+                    f"steps_after_window cuts the pipeline's own schedule; got sampling.{name} "
+                    f"{self.sampling[name]!r} beside it; leave one of them out"
+                )
+
     def check_window(self, num_steps: int) -> None:
-        """Raise ``ValueError`` where the window, or a step of it, has no place in so many steps."""
+        """Raise ``ValueError`` where the window, or a step of it, has no place in so many steps, or
+        no iteration would have fewer steps after it."""
         steps = self.window.choose(0, num_steps, 0)
         self.params(steps)
         last = num_steps - 1
@@ -165,6 +187,13 @@ class RolloutConfig:
             raise ValueError(
                 f"cps has no density in the last step {last}, which ends at sigma 0; leave it out "
                 "of the window, for example by window.exclude_last true"
+            )
+        follow = last - self.window.earliest_end(num_steps)
+        if self.steps_after_window is not None and self.steps_after_window >= follow:
+            raise ValueError(
+                f"steps_after_window has no effect where at most {follow} steps follow the window; "
+                f"got {self.steps_after_window}; set "
+                f"{f'{follow - 1} or less' if follow > 1 else 'null'}"
             )
 
     @property

@@ -19,6 +19,7 @@ from trainers.policy import Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.prompt_sampler import PromptSampler
 from trainers.rewards.scoring import Scorer, Scores
+from trainers.short_schedule import shortened, steps_in_all
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,14 @@ class Rollouts:
         # called; where the sampler is stochastic nevertheless, it is so in the window.
         return replace(params, return_step_indices=(num_steps,), call_step_indices=window)
 
+    def _schedule(self, window: tuple[int, ...]) -> dict[str, Any]:
+        """The argument by which fewer steps follow the window, where that is asked for."""
+        rollout = self.config.rollout
+        base = self.engine.adapter.base_sigmas(rollout.num_inference_steps)
+        if rollout.steps_after_window is None or base is None:
+            return {}
+        return {"sigmas": shortened(base, window, rollout.steps_after_window)}
+
     def chunks(self, iteration: int) -> Iterator[RolloutBatch]:
         """The rollout of an iteration, chunk by chunk, not decoded."""
         rollout = self.config.rollout
@@ -93,7 +102,7 @@ class Rollouts:
         yield from self.engine.generate(
             [record.prompt for record in records],
             rollout.group_size,
-            self._params(window, steps),
+            self._params(window, steps_in_all(window, steps, rollout.steps_after_window)),
             seed=self.config.seed,
             iteration=iteration,
             metadata=[record.metadata for record in records],
@@ -104,6 +113,7 @@ class Rollouts:
             share_prefix=rollout.share_prefix,
             decode=False,
             **rollout.arguments(),
+            **self._schedule(window),
         )
 
 

@@ -38,6 +38,10 @@ class AllSteps:
             )
         return steps
 
+    def earliest_end(self, num_steps: int) -> int:
+        """The last step of the iteration whose window ends first."""
+        return self.reach(num_steps)
+
     def reach(self, num_steps: int) -> int:
         """The last step that any iteration trains."""
         return max(self.choose(0, num_steps, 0))
@@ -68,6 +72,10 @@ class FixedWindow:
                 f"steps within 0..{num_steps - 1}"
             )
         return self.steps
+
+    def earliest_end(self, num_steps: int) -> int:
+        """The last step of the iteration whose window ends first."""
+        return self.reach(num_steps)
 
     def reach(self, num_steps: int) -> int:
         """The last step that any iteration trains."""
@@ -113,6 +121,10 @@ class RandomWindow:
         draw = derive_seed("sde_window", seed, iteration)
         start = self.start_min + draw % (start_max - self.start_min + 1)
         return tuple(range(start, start + self.size))
+
+    def earliest_end(self, num_steps: int) -> int:
+        """The last step of the iteration whose window ends first."""
+        return self.start_min + self.size - 1
 
     def reach(self, num_steps: int) -> int:
         """The last step that any iteration trains."""
@@ -198,6 +210,10 @@ class ProgressiveWindow:
                 break
             iteration -= stay
         return tuple(range(start, start + self.size))
+
+    def earliest_end(self, num_steps: int) -> int:
+        """The last step of the iteration whose window ends first."""
+        return self.start_min + self.size - 1
 
     def reach(self, num_steps: int) -> int:
         """The last step that any iteration trains."""

@@ -90,6 +90,11 @@ class PipelineAdapter(ABC):
         """T, the denoiser evaluations that ``num_inference_steps`` asks for."""
         return num_inference_steps
 
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """The ``sigmas`` that the pipeline gives its scheduler where a call gives none, before any
+        shift: one a step, falling. None where it gives none, or a call cannot give them."""
+        return None
+
     def latent_elements(
         self, components: Mapping[str, Any], sampling: Mapping[str, Any]
     ) -> dict[str, int] | None:

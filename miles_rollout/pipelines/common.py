@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,6 +43,12 @@ def check_frames(request: Mapping[str, Any], compression: int = 4) -> None:
             frames,
             f"num_frames to a multiple of {compression}, plus 1",
         )
+
+
+def even_sigmas(num_inference_steps: int) -> list[float]:
+    """From 1 down to 1 / T, evenly: what most pipelines give their scheduler, bit for bit."""
+    count = num_inference_steps
+    return [float(sigma) for sigma in np.linspace(1.0, 1 / count, count)]
 
 
 def guide(negative: Tensor, positive: Tensor, scale: float | int) -> Tensor:

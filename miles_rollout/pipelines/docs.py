@@ -195,6 +195,8 @@ def _family(name: str) -> str:
     if adapter.fixed:
         fixed = _listed(f"{key}={value!r}" for key, value in adapter.fixed.items())
         lines.append(f"Every call needs {fixed}; the engine gives it.\n")
+    if adapter.base_sigmas(2) is not None:
+        lines.append("Its schedule can be cut after the window: `rollout.steps_after_window`.\n")
     rows = [(f"`{argument}`", why) for argument, why in adapter.refused.items()]
     if rows:
         lines.append(_table(("refused", "why"), rows))

@@ -12,6 +12,7 @@ from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapte
 from miles_rollout.pipelines.common import (
     check_sizes,
     decode_images,
+    even_sigmas,
     guide,
     stack,
 )
@@ -60,6 +61,10 @@ class FluxAdapter(PipelineAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones."""
+        return even_sigmas(num_inference_steps)
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

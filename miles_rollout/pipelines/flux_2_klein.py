@@ -11,7 +11,7 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_sizes, refuse
+from miles_rollout.pipelines.common import check_sizes, even_sigmas, refuse
 from miles_rollout.pipelines.refusals import EXPANDED
 from miles_rollout.pipelines.two_calls import TwoCallAdapter
 
@@ -68,6 +68,10 @@ class Flux2KleinAdapter(TwoCallAdapter):
         """Without guidance where the weights are distilled."""
         scale = 1.0 if pipe.config.is_distilled else request.get("guidance_scale", _DEFAULT_SCALE)
         return {**request, "guidance_scale": scale}
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones."""
+        return even_sigmas(num_inference_steps)
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1, by an empty prompt if there is no negative embedding."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,6 +87,10 @@ class HunyuanVideo15Adapter(PipelineAdapter):
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With what the guider adds to the call's arguments."""
         return {**request, **settings(pipe.guider)}
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones, computed on the way to 0: other last bits than `even_sigmas`."""
+        return [float(sigma) for sigma in np.linspace(1.0, 0.0, num_inference_steps + 1)[:-1]]
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

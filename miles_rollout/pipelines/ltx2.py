@@ -10,6 +10,7 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding, PipelineAdapter
+from miles_rollout.pipelines.common import even_sigmas
 from miles_rollout.pipelines.ltx2_guidance import guided_velocity
 from miles_rollout.pipelines.ltx2_media import decode_media
 from miles_rollout.pipelines.ltx2_request import (
@@ -78,6 +79,10 @@ class LTX2Adapter(PipelineAdapter):
     def resolve_request(self, pipe: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         """With the frame count that the pipeline takes where none is given."""
         return resolve_request(request)
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones."""
+        return even_sigmas(num_inference_steps)
 
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]

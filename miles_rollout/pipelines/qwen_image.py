@@ -10,7 +10,7 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_sizes
+from miles_rollout.pipelines.common import check_sizes, even_sigmas
 from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
 
@@ -53,6 +53,10 @@ class QwenImageAdapter(TwoCallAdapter):
     def check_request(self, pipe: Any, request: Mapping[str, Any]) -> None:
         """Refuse sizes that the pipeline would round."""
         check_sizes(request, pipe.vae_scale_factor * 2, "height", "width")
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones."""
+        return even_sigmas(num_inference_steps)
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1 and a negative prompt, and off without either."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from miles_rollout.media import Media
 from miles_rollout.pipelines.base import DenoisingStep, Encoding
-from miles_rollout.pipelines.common import check_sizes, refuse
+from miles_rollout.pipelines.common import check_sizes, even_sigmas, refuse
 from miles_rollout.pipelines.refusals import EXPANDED
 from miles_rollout.pipelines.two_calls import TwoCallAdapter, pad, true_cfg
 
@@ -87,6 +87,10 @@ class QwenImage21Adapter(TwoCallAdapter):
             width, height, _ = calculate_dimensions(side * side, shape[0] / shape[1])
         height, width = request.get("height") or height, request.get("width") or width
         return {**request, "height": height, "width": width}
+
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones."""
+        return even_sigmas(num_inference_steps)
 
     def guidance(self, request: Mapping[str, Any]) -> dict[str, float | bool]:
         """CFG is on with a scale above 1 and a negative prompt, and off without either."""

@@ -65,6 +65,10 @@ class ZImageAdapter(PipelineAdapter):
                     stacklevel=2,
                 )
 
+    def base_sigmas(self, num_inference_steps: int) -> list[float] | None:
+        """Even ones, computed in float32: other last bits than `even_sigmas`."""
+        return torch.linspace(1.0, 1 / num_inference_steps, num_inference_steps).tolist()
+
     def num_rows(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], guidance: Mapping[str, float | bool]
     ) -> int | None:

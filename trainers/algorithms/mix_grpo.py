@@ -1,9 +1,10 @@
 """MixGRPO (arXiv 2507.21802): GRPO in a window that moves over the schedule during the run.
 
 Steps outside of the window are deterministic, so only the window's are trained, and with
-``rollout.share_prefix`` those before it are computed once a prompt. How the window moves is
-``rollout.window`` of type ``progressive`` (or ``random``). Advantages go by the group's std, and those
-of several rewards are added after each was scaled by itself.
+``rollout.share_prefix`` those before it are computed once a prompt, with ``rollout.steps_after_window``
+those after it are fewer and larger, of first order. How the window moves is ``rollout.window`` of type
+``progressive`` (or ``random``). Advantages go by the group's std, and those of several rewards are
+added after each was scaled by itself.
 """
 
 from __future__ import annotations
