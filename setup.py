@@ -65,6 +65,7 @@ setup(
         "datasets": [DATASETS],
         "remote": ["httpx>=0.27"],
         "serve": SERVE,
+        "plots": ["matplotlib>=3.9"],
     },
     classifiers=[
         "Programming Language :: Python :: 3.10",

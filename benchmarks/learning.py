@@ -30,7 +30,14 @@ CURVES = HERE / "learning.json"
 FIGURES = ROOT / "docs/results"
 ITERATIONS = 40
 
-_PREFIX = ["rollout.same_noise=true", "rollout.window={type: fixed, steps: [3, 4, 5]}"]
+_LATE = [
+    "rollout.num_prompts=12",
+    "rollout.group_size=8",
+    "rollout.chunk_size=null",
+    "rollout.same_noise=true",
+    "rollout.noise_level=1.0",
+    "rollout.window={type: fixed, steps: [3, 4, 5]}",
+]
 
 RUNS: dict[str, tuple[str, list[str]]] = {
     "grpo": ("grpo", []),
@@ -40,8 +47,8 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "flow_grpo_fast": ("flow_grpo_fast", []),
     "cps": ("cps", []),
     "diffusion_nft": ("diffusion_nft", []),
-    "grpo, late window": ("grpo", _PREFIX),
-    "grpo, late window, shared prefix": ("grpo", [*_PREFIX, "rollout.share_prefix=true"]),
+    "grpo, late window": ("grpo", _LATE),
+    "grpo, late window, shared prefix": ("grpo", [*_LATE, "rollout.share_prefix=true"]),
 }
 """Name of a curve -> the config's name, and what is changed in it."""
 
