@@ -42,15 +42,24 @@ def check_algorithm(
         )
 
 
-def check_unguided(algorithm: Any, rollout: RolloutConfig, adapter: PipelineAdapter) -> None:
-    """Raise ``ValueError`` for guidance by the family's own argument, where it has to be off."""
-    scale, argument = largest_scale(rollout, adapter), adapter.scale_argument
-    if build_algorithm(algorithm).needs.log_probs or scale <= adapter.scale_off:
+def check_forward_process(
+    algorithm: Any, pipeline: str, rollout: RolloutConfig, adapter: PipelineAdapter
+) -> None:
+    """Raise ``ValueError`` where the denoiser cannot be called on a noised sample by itself."""
+    if build_algorithm(algorithm).needs.log_probs:
         return
-    raise ValueError(
-        f"algorithm {algorithm.type}: its loss is on the velocity of one denoiser call; got guidance "
-        f"with {argument} {scale}; set {argument} to {adapter.scale_off:g}"
-    )
+    if not adapter.sees_state:
+        raise ValueError(
+            f"algorithm {algorithm.type}: noises finished samples, but this pipeline's denoiser is "
+            f"called with more than the sample in one argument; got {pipeline!r}; set an algorithm on "
+            "log-probs, such as grpo"
+        )
+    scale, argument = largest_scale(rollout, adapter), adapter.scale_argument
+    if scale > adapter.scale_off:
+        raise ValueError(
+            f"algorithm {algorithm.type}: its loss is on the velocity of one denoiser call; got "
+            f"guidance with {argument} {scale}; set {argument} to {adapter.scale_off:g}"
+        )
 
 
 def _check_sampler(kind: str, needs: Needs, rollout: RolloutConfig) -> None:

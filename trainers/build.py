@@ -27,7 +27,7 @@ from trainers.lora import check_start
 from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
 from trainers.prompt_lengths import warn_of_cut_prompts
-from trainers.recorded import check_rollouts
+from trainers.recorded import check_needs, check_rollouts
 from trainers.rewards.prompt_check import check_prompts
 from trainers.rewards.scoring import Scorer
 from trainers.tracking import Tracker
@@ -95,7 +95,10 @@ def read_inputs(config: TrainConfig) -> Inputs:
     if adapter is not None and makes_video(config.rollout, adapter):
         require_av()
     if config.debug.load_rollouts:
-        check_rollouts(Path(config.debug.load_rollouts), range(config.iterations))
+        recorded = Path(config.debug.load_rollouts)
+        check_rollouts(recorded, range(config.iterations))
+        needs = build_algorithm(config.algorithm).needs
+        check_needs(recorded, range(config.iterations), needs)
     return Inputs(
         train=files[0],
         held_out=files[1],

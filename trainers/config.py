@@ -12,7 +12,7 @@ from typing import Literal
 from miles_rollout.families import class_name_of, find_adapter
 from miles_rollout.loading import TINY_PIPELINES, check_pipeline_name
 from miles_rollout.pipelines import PipelineAdapter
-from trainers.algorithm_checks import check_algorithm, check_unguided
+from trainers.algorithm_checks import check_algorithm, check_forward_process
 from trainers.algorithms import AlgorithmConfig, GRPOConfig, build_algorithm
 from trainers.config_loader import STRICT
 from trainers.ema import EMAConfig
@@ -287,7 +287,7 @@ def _for_family(config: TrainConfig, adapter: PipelineAdapter) -> tuple[RolloutC
     model = config.model
     rollout, evaluation = resolve_chunks(config.rollout, config.eval, adapter)
     check_family(model.pipeline, model.denoisers or (), rollout, evaluation, adapter)
-    check_unguided(config.algorithm, rollout, adapter)
+    check_forward_process(config.algorithm, model.pipeline, rollout, adapter)
     _check_algorithm(config, rollout, adapter.num_steps(rollout.num_inference_steps))
     return rollout, evaluation
 

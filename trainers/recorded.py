@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from miles_rollout import RolloutBatch, RolloutTrajectory
 from miles_rollout.errors import MilesRolloutError
+from trainers.algorithms.base import Needs
 from trainers.rewards.scoring import Scores
 
 
@@ -44,8 +45,37 @@ def save_rollout(
         "chunks": chunks,
         "errors": list(scores.errors),
         "weights": dict(scores.weights),
+        "holds": _holds(batches[0].trajectory),
     }
     (folder / "rollout.json").write_text(json.dumps(document, indent=1))
+
+
+def _holds(trajectory: RolloutTrajectory) -> dict[str, bool]:
+    """What an algorithm could be trained on."""
+    streams = trajectory.streams.values()
+    return {
+        "log_probs": bool(trajectory.replayable_steps),
+        "means": any(stream.means for stream in streams),
+        "final_latents": all(s.num_steps in s.latent_step_indices.tolist() for s in streams),
+    }
+
+
+def check_needs(root: Path, iterations: Iterable[int], needs: Needs) -> None:
+    """Raise ``RecordedRolloutError`` where ``root`` was recorded for an algorithm of another kind."""
+    wanted = {
+        "log_probs": needs.log_probs,
+        "means": needs.means,
+        "final_latents": not needs.log_probs,
+    }
+    for iteration in iterations:
+        held = json.loads((_folder(root, iteration) / "rollout.json").read_text())["holds"]
+        missing = [name for name, is_wanted in wanted.items() if is_wanted and not held[name]]
+        if missing:
+            raise RecordedRolloutError(
+                f"debug.load_rollouts: iteration {iteration} was recorded for another algorithm, "
+                f"without {', '.join(missing)}; got {str(root)!r}; set the algorithm of that run, or "
+                "record anew"
+            )
 
 
 def check_rollouts(root: Path, iterations: Iterable[int]) -> None:

@@ -51,7 +51,8 @@ class Rollouts:
         debug = self.config.debug
         if debug.load_rollouts:
             with clock.time("rollout_s"):
-                return recorded.load_rollout(Path(debug.load_rollouts), iteration)
+                batches, scores = recorded.load_rollout(Path(debug.load_rollouts), iteration)
+                return [self._on_device(batch) for batch in batches], scores
         batches = []
         chunks = self.chunks(iteration)
         with self.scorer.start(self.config.rollout.num_samples) as scoring:
@@ -72,6 +73,11 @@ class Rollouts:
             folder = Path(self.config.output_dir) / "rollouts"
             recorded.save_rollout(folder, iteration, batches, scores)
         return batches, scores
+
+    def _on_device(self, batch: RolloutBatch) -> RolloutBatch:
+        device = next(iter(self.policy.parameters.values())).device
+        latents = {name: tensor.to(device) for name, tensor in batch.latents.items()}
+        return replace(batch, trajectory=batch.trajectory.to(device), latents=latents)
 
     def _sampling_policy(self) -> Any:
         return nullcontext() if self.needs.old_policy is None else self.policy.old()

@@ -68,6 +68,9 @@ class PipelineAdapter(ABC):
     """The pipeline takes one sample a call."""
     packed: ClassVar[bool] = False
     """The pipeline steps [tokens, channels] without a batch axis; it takes one sample a call then."""
+    sees_state: ClassVar[bool] = True
+    """Without guidance the denoiser's argument is the state itself, so it can be called on another one
+    (`RolloutEngine.velocities`); False where it is made of the state and more."""
     inputs: ClassVar[frozenset[str]] = frozenset()
     """What a prompt may come with, such as images: names of the entries of the engine's ``inputs``."""
     prepared_for: ClassVar[frozenset[str]] = frozenset()

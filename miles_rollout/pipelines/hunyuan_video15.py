@@ -39,6 +39,7 @@ class HunyuanVideo15Adapter(PipelineAdapter):
     argument of the pipeline but its ``guider``; to the engine, ``guidance_scale`` is that guider's.
     """
 
+    sees_state: ClassVar[bool] = False
     streams: ClassVar[tuple[str, ...]] = ("video",)
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     batch_axes: ClassVar[Mapping[str, int | None]] = {

@@ -25,6 +25,7 @@ class QwenImageEditPlusAdapter(TwoCallAdapter):
     counts them. The text encoder reads them as well, so each prompt is encoded with its own.
     """
 
+    sees_state: ClassVar[bool] = False
     streams: ClassVar[tuple[str, ...]] = ("image",)
     cuts_prompts: ClassVar[bool] = False
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)

@@ -27,6 +27,7 @@ class ZImageAdapter(PipelineAdapter):
     The denoiser predicts x0 - noise, and the pipeline hands the negative to its scheduler.
     """
 
+    sees_state: ClassVar[bool] = False
     streams: ClassVar[tuple[str, ...]] = ("image",)
     denoisers: ClassVar[tuple[str, ...]] = ("transformer",)
     # Positional: a list of latents, the timesteps, a list of prompts.

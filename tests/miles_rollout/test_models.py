@@ -74,6 +74,25 @@ def test_without_stochastic_steps_a_rollout_is_the_stock_call_bitwise(case, dtyp
     assert not trajectory.log_probs.any()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_the_denoiser_sees_the_state_where_the_adapter_says_so(name):
+    """Without guidance; then calling it again on that state gives the rollout's velocity bitwise."""
+    model, cfg, pipe = MODELS[name], False, load(name)
+    params = RolloutParams(sde_type="ode", call_step_indices=[1], debug=True)
+    trajectory, _ = model.roll(pipe, cfg, params)
+    engine = RolloutEngine(pipe)
+    states = {stream: held.latent(1) for stream, held in trajectory.streams.items()}
+    if not engine.adapter.sees_state:
+        with pytest.raises(RolloutParamsError, match="not called with the state itself"):
+            engine.velocities(trajectory, 1, states)
+        return
+    with torch.no_grad():
+        velocities = engine.velocities(trajectory, 1, states)
+    for stream, held in trajectory.streams.items():
+        expected = held.debug["velocity"][:, 1] * held.velocity_sign
+        assert torch.equal(velocities[stream].float(), expected), stream
+
+
 def test_calls_steps_and_columns_agree(case):
     name, model, cfg = case
     pipe = load(name)

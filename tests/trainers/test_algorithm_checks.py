@@ -59,6 +59,11 @@ SD3 = "model={pipeline: tiny-sd3, lora: {rank: 2, targets: [attn.to_q]}}"
         ),
         # By the argument of another family, which has an empty prompt to guide by.
         (
+            [*NFT, "model={pipeline: tiny-z-image, lora: {rank: 2, targets: [attention.to_q]}}"],
+            "noises finished samples, but this pipeline's denoiser is called with more than the sample "
+            "in one argument; got 'tiny-z-image'; set an algorithm on log-probs, such as grpo",
+        ),
+        (
             [*NFT, SD3, "rollout.guidance_scale=4"],
             "with guidance_scale 4.0; set guidance_scale to 1",
         ),

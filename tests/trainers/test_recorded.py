@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.miles_rollout.tiny import assert_same
-from tests.tiny_run import tiny_trainer, train
+from tests.tiny_run import tiny_config, tiny_trainer, train
+from trainers.build import read_inputs
 from trainers.recorded import RecordedRolloutError, check_rollouts, load_rollout, save_rollout
 from trainers.update import TrainingError
 
@@ -94,3 +95,21 @@ def test_recorded_chunks_that_do_not_split_into_updates_stop(live: Any, tmp_path
     )
     with pytest.raises(TrainingError, match=r"got 4 for optim\.updates_per_iteration 3"):
         train(trainer)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "missing"),
+    [
+        (["algorithm.type=grpo_guard"], "without means"),
+        (["algorithm.type=diffusion_nft", "rollout.sde_type=ode"], "without final_latents"),
+    ],
+)
+def test_a_record_for_another_algorithm_is_refused_before_a_model_is_loaded(
+    live: Any, tmp_path: Path, algorithm: list[str], missing: str
+) -> None:
+    config = tiny_config(tmp_path, *algorithm, f"debug.load_rollouts={live.root}", "iterations=2")
+    with pytest.raises(
+        RecordedRolloutError,
+        match=f"recorded for another algorithm, {missing}; got .*; set the alg",
+    ):
+        read_inputs(config)
