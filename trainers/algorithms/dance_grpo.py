@@ -1,8 +1,9 @@
 """DanceGRPO (arXiv 2505.07818): GRPO on random steps of a sampler with constant noise.
 
-The SDE's noise does not go by sigma (``sde_type: dance_sde``, noise_level 0.3 for pictures, 0.25 for
-videos), all samples of a group start from one noise (``same_noise``), advantages go by the group's
-std, and of the window only a random part is trained: 60 percent of the steps.
+The SDE's noise does not go by sigma, advantages go by the group's std, and of the window only a random
+part is trained: 60 percent of the steps. The rollout's part of the published setting is set there:
+``sde_type: dance_sde``, ``noise_level`` 0.3 for pictures and 0.25 for videos, ``same_noise: true``,
+``window: {type: all, exclude_last: true}``.
 
 The public code draws these steps anew for each sample. Here the rows of a chunk share the draw, since
 they are replayed together, as they were sampled; with ``rollout.chunk_size: 1`` it is each sample's.
@@ -13,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.advantages import Std
 from trainers.algorithms.grpo import GRPO, PolicyGradientConfig
 from trainers.config_loader import STRICT
 
@@ -24,7 +26,7 @@ class DanceGRPOConfig(PolicyGradientConfig):
     __pydantic_config__ = STRICT
 
     type: Literal["dance_grpo"] = "dance_grpo"
-    advantage_std: Literal["batch", "group", "none"] = "group"
+    advantage_std: Std = "group"
     """Over what the rewards' std is taken."""
     advantage_epsilon: float = 1e-8
     """Added to that std."""

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from trainers.advantages import Advantages
+from trainers.advantages import Advantages, Std
 from trainers.algorithms.base import Algorithm, LossTerms, Needs
 from trainers.algorithms.group_relative import group_relative
 from trainers.algorithms.grpo import PolicyGradientConfig, kl_to_reference
@@ -36,7 +36,7 @@ class GRPOGuardConfig(PolicyGradientConfig):
     type: Literal["grpo_guard"] = "grpo_guard"
     clip_range: float | tuple[float, float] = 2e-6
     """Of the normalised ratio, whose spread is that of the change in the mean."""
-    advantage_std: Literal["batch", "group", "none"] = "group"
+    advantage_std: Std = "group"
     """Over what the rewards' std is taken."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainers.advantages import Std
 from trainers.algorithms.grpo import GRPO, PolicyGradientConfig
 from trainers.config_loader import STRICT
 
@@ -23,7 +24,7 @@ class MixGRPOConfig(PolicyGradientConfig):
     __pydantic_config__ = STRICT
 
     type: Literal["mix_grpo"] = "mix_grpo"
-    advantage_std: Literal["batch", "group", "none"] = "group"
+    advantage_std: Std = "group"
     """Over what the rewards' std is taken."""
     advantage_epsilon: float = 1e-8
     """Added to that std."""
