@@ -127,8 +127,8 @@ def plot() -> None:
 def table(curves: Sequence[dict[str, Any]]) -> str:
     """First ten against last ten iterations of every run."""
     lines = [
-        "| run | seed | reward, first 10 to last 10 | standard errors | held out | denoiser samples "
-        "an iteration |",
+        "| run | seed | reward, first 10 to last 10 | standard errors | held out | samples through "
+        "the denoiser an iteration |",
         "|---|---|---|---|---|---|",
     ]
     for curve in curves:

@@ -150,8 +150,8 @@ def test_changed_settings_are_told_and_used(
     folder = _interrupted(whole, tmp_path / "run", 4, lines=5)
     made = []
 
-    def build(*arguments: Any) -> Any:
-        made.append(build_trainer(*arguments))
+    def build(*arguments: Any, **options: Any) -> Any:
+        made.append(build_trainer(*arguments, **options))
         return made[-1]
 
     monkeypatch.setattr(trainers.build, "build_trainer", build)
