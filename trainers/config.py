@@ -102,7 +102,8 @@ class ScoringConfig:
     __pydantic_config__ = STRICT
 
     timeout_s: float = 60.0
-    """Seconds that a reward may take for a batch (a chunk with ``overlap``), and again for each sample of a failed one."""
+    """Seconds that a reward may take for a batch (a chunk with ``overlap``), and again for each sample of a failed one.
+    Rewards that try again by themselves (``remote``) have as long as all of their tries take."""
     max_masked_fraction: float = 0.25
     """Failed samples are left out; the run stops when more of an iteration than this failed."""
     overlap: bool = True

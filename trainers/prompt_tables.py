@@ -7,6 +7,7 @@ as they lie there; a data set of the hub is downloaded once and then read from i
 from __future__ import annotations
 
 import difflib
+import glob
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ from trainers.prompt_lines import PROMPT_KEYS, DataError
 HF = "hf://"
 """What the name of a data set or folder begins with."""
 
+_MEDIA = ("Image", "Audio", "Video")
+"""Kinds of columns whose values are decoded when a row is read."""
+_BATCH_ROWS = 1000
+"""Of a file, read at once; by default as many as its first group has, which may be none."""
 _OPTIONS = ("subset", "split", "column", "revision")
 
 
@@ -27,12 +32,38 @@ class Table:
     """Rows, and where they are."""
 
     rows: Iterator[Mapping[str, Any]]
-    """Column -> value: what JSON can hold, and nothing else. Without the empty one of two columns
-    that both may be the prompt."""
+    """Column -> value, as the library gives them: None where a row has none."""
     column: str | None
     """That of the prompt; None: ``prompt`` or ``input``."""
     folder: Path | None
     """What paths in it are relative to; None where it is on the hub."""
+    unread: list[str]
+    """Columns with pictures or sound; filled when the first row is read."""
+
+    def is_blank(self, row: Mapping[str, Any]) -> bool:
+        """It has a column for the prompt, and nothing in it."""
+        texts = [
+            row[k] for k in (PROMPT_KEYS if self.column is None else [self.column]) if k in row
+        ]
+        blank = [t is None or (isinstance(t, str) and not t.strip()) for t in texts]
+        return bool(texts) and all(blank)
+
+
+def without_none(value: Any) -> Any:
+    """Without the keys that hold None, at any depth: a column has a value in every row, and None is
+    what a row lacks, which a line of JSON would not name."""
+    if isinstance(value, Mapping):
+        return {k: without_none(v) for k, v in value.items() if v is not None}
+    return [without_none(v) for v in value] if isinstance(value, list) else value
+
+
+def why_not_json(value: Any) -> str | None:
+    """What of it JSON cannot hold; None: it can."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
 
 
 def open_table(name: str) -> Table:
@@ -42,11 +73,21 @@ def open_table(name: str) -> Table:
     ``split`` is "train" by default. Raises ``DataError`` for what cannot be opened.
     """
     library = _require_datasets(name)
+    unread: list[str] = []
     if not name.startswith(HF):
         if not Path(name).is_file():
             raise DataError(f"{name}: cannot be read: no such file; set another path")
-        rows = _opened(name, library, "parquet", data_files=name, split="train", streaming=True)
-        return Table(rows=_checked(rows, name), column=None, folder=Path(name).parent)
+        rows = _opened(
+            name,
+            unread,
+            library,
+            "parquet",
+            data_files=glob.escape(name),
+            split="train",
+            streaming=True,
+            batch_size=_BATCH_ROWS,
+        )
+        return Table(rows=rows, column=None, folder=Path(name).parent, unread=unread)
     place, options = _parsed(name)
     folder = Path(place) if Path(place).is_dir() else None
     arguments: dict[str, Any] = {"split": options.get("split", "train")}
@@ -54,12 +95,13 @@ def open_table(name: str) -> Table:
         arguments["streaming"] = True  # no copy of it in a cache
         if "revision" in options:
             raise DataError(
-                f"{name}: revision has no effect on a folder; got {options['revision']!r}"
+                f"{name}: revision has no effect on a folder; got {options['revision']!r}; leave it "
+                "out"
             )
     elif "revision" in options:
         arguments["revision"] = options["revision"]
-    rows = _opened(name, library, place, options.get("subset"), **arguments)
-    return Table(rows=_checked(rows, name), column=options.get("column"), folder=folder)
+    rows = _opened(name, unread, library, place, options.get("subset"), **arguments)
+    return Table(rows=rows, column=options.get("column"), folder=folder, unread=unread)
 
 
 def _parsed(name: str) -> tuple[str, dict[str, str]]:
@@ -70,7 +112,7 @@ def _parsed(name: str) -> tuple[str, dict[str, str]]:
     if unknown:
         near = difflib.get_close_matches(unknown[0], _OPTIONS, n=1)
         raise DataError(
-            f"{name}: {unknown[0]} is no option of a data set"
+            f"{name}: no such option of a data set; got {unknown[0]!r}"
             + (f"; did you mean {near[0]}?" if near else "")
             + f"; known are {', '.join(_OPTIONS)}"
         )
@@ -82,9 +124,14 @@ def _parsed(name: str) -> tuple[str, dict[str, str]]:
     return place, options
 
 
-def _opened(name: str, library: Any, *args: Any, **kwargs: Any) -> Iterator[Mapping[str, Any]]:
+def _opened(
+    name: str, unread: list[str], library: Any, *args: Any, **kwargs: Any
+) -> Iterator[Mapping[str, Any]]:
     try:
-        yield from library.load_dataset(*args, **kwargs)
+        table = library.load_dataset(*args, **kwargs)
+        features = getattr(table, "features", None) or {}
+        unread += [column for column, kind in features.items() if type(kind).__name__ in _MEDIA]
+        yield from (table.remove_columns(unread) if unread else table)
     except (DataError, MemoryError):
         raise
     except Exception as error:  # of many libraries, for all that may be wrong with names and files
@@ -93,21 +140,6 @@ def _opened(name: str, library: Any, *args: Any, **kwargs: Any) -> Iterator[Mapp
             f"{name}: cannot be read; got {type(error).__name__}: {reason[0][:300]}; set another "
             "path, subset or split"
         ) from error
-
-
-def _checked(rows: Iterator[Mapping[str, Any]], name: str) -> Iterator[Mapping[str, Any]]:
-    for number, row in enumerate(rows, 1):
-        for column, value in row.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as error:
-                raise DataError(
-                    f"{name}: row {number}: column {column!r} holds what JSON cannot; got "
-                    f"{type(value).__name__} ({error}); leave the column out"
-                ) from None
-        empty = [key for key in PROMPT_KEYS if key in row and row[key] is None]
-        both = all(key in row for key in PROMPT_KEYS)
-        yield {k: v for k, v in row.items() if not (both and k in empty)}
 
 
 def _require_datasets(name: str) -> Any:

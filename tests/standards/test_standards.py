@@ -11,6 +11,7 @@ from torch import Tensor
 
 from miles_rollout import transitions
 from miles_rollout.step_rows import Step
+from miles_rollout.transitions import SDE_TYPES
 from tests.standards import record
 from tests.standards.observed import observe, pinned
 from tests.standards.standard import (
@@ -24,6 +25,7 @@ from tests.standards.standard import (
     read,
     write,
 )
+from tests.standards.steps import NAME, steps
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,38 @@ def test_a_thousandth_in_a_transition_is_seen_everywhere(changed: Any, now: Any)
     assert difference(recorded, moved, exact=False) is not None
 
 
+# -- single steps, everywhere ---------------------------------------------------------------------
+
+
+def test_single_steps_are_what_they_were_on_every_processor() -> None:
+    found = difference(read(NAME)["entries"], steps(), exact=True)
+    assert found is None, f"{path_of(NAME).name}: {found}; `{COMMAND}` records what is meant"
+
+
+def the_mean_of(step: Step) -> Step:
+    def mean(x: Tensor, v: Tensor, out: Tensor | None, scratch: Tensor | None) -> Tensor:
+        result = step.mean(x, v, out, scratch)
+        first = result.flatten()[:1]
+        first.copy_(torch.nextafter(first, torch.full_like(first, math.inf)))
+        return result
+
+    return Step(mean, step.std)
+
+
+@pytest.mark.parametrize("kind", SDE_TYPES)
+@pytest.mark.parametrize("change", [the_mean_of, one_ulp_of_the_std])
+def test_one_ulp_in_a_single_step_is_seen_on_every_processor(
+    kind: str, change: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "ode" and change is one_ulp_of_the_std:
+        pytest.skip("an ode step has no std")
+    original = getattr(transitions, kind)
+    monkeypatch.setattr(transitions, kind, lambda *args: change(original(*args)))
+    part = "mean" if change is the_mean_of else "std"
+    seen = difference(read(NAME)["entries"], steps(), exact=True) or ""
+    assert seen.startswith(f"{kind}/1.0/{part}/sha256: recorded"), seen
+
+
 # -- what does not matter -------------------------------------------------------------------------
 
 
@@ -226,6 +260,7 @@ def test_recording_is_exact_and_refuses_what_is_not_the_same_twice(
     runs = iter([entries, entries] * 2 + [entries, entries | {"x/norm": 0.3}])
     monkeypatch.setattr(record, "RECIPES", ("tiny",))
     monkeypatch.setattr(record, "observe", lambda recipe, folder: next(runs))
+    monkeypatch.setattr(record, "steps", lambda: {"a/mean/sha256": "00"})
     record.main()
     assert difference(read("tiny")["entries"], entries, exact=True) is None
     write("tiny", {"torch": "1.0"}, {"x/norm": 1.0, "x/ratios": entries["x/ratios"]})

@@ -1,6 +1,8 @@
 """Prompts of parquet files and of folders, as `datasets` reads them, without a network."""
 
+import datetime
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -10,8 +12,9 @@ import pytest
 from PIL import Image
 
 from tests.tiny_run import tiny_config, train, trainer_of
-from trainers.data import DataError, load_prompts
+from trainers.data import DataError, load_prompts, read_prompts
 
+NAN = math.nan
 ROWS = [
     {"prompt": " a cat ", "tag": "x", "include": [{"class": "cat", "count": 2}], "exclude": None},
     {"prompt": "a dog", "tag": "y", "include": [{"class": "dog", "count": 1}], "exclude": ["red"]},
@@ -23,7 +26,8 @@ def parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path)
+    schema = None if rows else pa.schema([("prompt", pa.string())])
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
     return str(path)
 
 
@@ -35,7 +39,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
 def test_a_parquet_file(tmp_path: Path) -> None:
     first, second = load_prompts(parquet(tmp_path / "a.parquet", ROWS))
     assert (first.prompt, first.id, first.line) == (" a cat ", 0, 1)
-    assert first.metadata == {k: v for k, v in ROWS[0].items() if k != "prompt"}
+    assert first.metadata == {"tag": "x", "include": [{"class": "cat", "count": 2}]}
     assert (second.prompt, second.id, second.line) == ("a dog", 1, 2)
     assert second.metadata["exclude"] == ["red"]
 
@@ -72,6 +76,66 @@ def test_a_column_that_is_empty_in_a_row_is_not_given_there(tmp_path: Path) -> N
     assert [(r.prompt, r.metadata) for r in records] == [("a", {}), ("b", {})]
 
 
+@pytest.mark.parametrize("kind", ["parquet", "folder"])
+def test_rows_with_other_keys_are_read_as_their_lines_would_be(tmp_path: Path, kind: str) -> None:
+    """In a table each row has every key, and None for those that it lacks."""
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a", "target": "A", "metadata": {"rm": "ocr", "more": [{"x": 1}, {"y": 2}]}},
+        {"prompt": "b", "n": 3, "metadata": {"seed": 5}},
+        {"prompt": "c"},
+    ]
+    jsonl(tmp_path / "lines" / "train.jsonl", rows)
+    wanted = [(r.prompt, r.metadata) for r in load_prompts(tmp_path / "lines" / "train.jsonl")]
+    every = [{"target": None, "n": None, "metadata": None, **row} for row in rows]
+    name = f"hf://{tmp_path}/lines"
+    if kind == "parquet":
+        name = parquet(tmp_path / "a.parquet", every)
+    assert [(r.prompt, r.metadata) for r in load_prompts(name)] == wanted
+    assert wanted[0][1]["more"] == [{"x": 1}, {"y": 2}]
+
+
+def test_columns_that_json_cannot_hold_are_left_out_with_one_warning(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "n": 1, "raw": None, "when": None, "part": 0.5},
+        {"prompt": "b", "n": 2, "raw": b"1", "when": datetime.datetime(2026, 1, 1), "part": NAN},
+    ]
+    path = parquet(tmp_path / "a.parquet", rows)
+    with pytest.warns(UserWarning, match="left out") as warned:
+        records = load_prompts(path)
+    assert [r.metadata for r in records] == [{"n": 1}, {"n": 2}]
+    (message,) = [str(w.message) for w in warned]
+    assert message.startswith(f"{path}: left out columns that JSON cannot hold, so rewards do not")
+    assert all(f"'{name}' (" in message for name in ("part", "raw", "when"))
+
+
+def test_pictures_of_a_data_set_are_left_out(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    row = {"prompt": ["a"], "image": [Image.new("RGB", (4, 4))]}
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict(row, features=features).to_parquet(path)
+    with pytest.warns(UserWarning, match=r"rewards do not see them: 'image' \(pictures or sound\)"):
+        (record,) = load_prompts(path)
+    assert (record.prompt, record.metadata) == ("a", {})
+
+
+@pytest.mark.parametrize("folder", ["a", "b[1]*?"])
+def test_a_name_is_no_pattern(tmp_path: Path, folder: str) -> None:
+    path = parquet(tmp_path / folder / "x[1]*.parquet", [{"prompt": "a"}])
+    parquet(tmp_path / folder / "x1.parquet", [{"prompt": "another"}])
+    assert [r.prompt for r in load_prompts(path)] == ["a"]
+
+
+def test_blank_rows_are_skipped_and_told_once(tmp_path: Path) -> None:
+    rows = [{"prompt": "a"}, {"prompt": None}, {"prompt": " "}, {"prompt": "b"}]
+    path = parquet(tmp_path / "a.parquet", rows)
+    with pytest.warns(UserWarning, match=r"a\.parquet: skipped 2 blank rows, the first is row 2"):
+        file = read_prompts(path)
+    assert [(r.prompt, r.id, r.line) for r in file.records] == [("a", 0, 1), ("b", 1, 4)]
+    assert (file.blank_lines, file.told) == (2, "2 prompts (2 blank rows skipped)")
+
+
 def test_pictures_lie_beside_the_table(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
     rows = [{"prompt": "a", "inputs": {"image": "a.png"}}, {"prompt": "b", "inputs": None}]
@@ -84,10 +148,11 @@ def test_pictures_lie_beside_the_table(tmp_path: Path) -> None:
     ("rows", "message"),
     [
         ([{"prompt": "a", "input": "b"}], "row 1: has both 'prompt' and 'input'"),
-        ([{"prompt": "a"}, {"prompt": " "}], "row 2: 'prompt' must be text that is not blank; got"),
         ([{"text": "a"}], "row 1: has no 'prompt'; got keys ['text']; add it"),
         ([{"prompt": 3}], "row 1: 'prompt' must be text that is not blank; got 3"),
-        ([{"prompt": "a", "x": b"1"}], "row 1: column 'x' holds what JSON cannot; got bytes"),
+        ([{"prompt": b"a"}], "row 1: 'prompt' must be text that is not blank; got b'a'"),
+        ([{"prompt": " "}, {"prompt": None}], "holds no prompt; got only blank rows; write one a"),
+        ([], "holds no prompt; got a table without rows; write one a row"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, rows: list[dict[str, Any]], message: str) -> None:
@@ -100,12 +165,12 @@ def test_a_bad_row_is_named(tmp_path: Path, rows: list[dict[str, Any]], message:
     ("query", "message"),
     [
         ("?split=tst", "cannot be read; got ValueError: Bad split: tst"),
-        ("?slit=test", "slit is no option of a data set; did you mean split?; known are subset"),
+        ("?slit=test", "no such option of a data set; got 'slit'; did you mean split?; known are"),
         ("?split=a&split=b", "not the name of a data set; got 'split=a&split=b' behind"),
         ("?split=", "not the name of a data set"),
         ("?split", "not the name of a data set"),
         ("?column=text", "row 1: has no 'text'; got keys ['prompt']; name another column"),
-        ("?revision=main", "revision has no effect on a folder; got 'main'"),
+        ("?revision=main", "revision has no effect on a folder; got 'main'; leave it out"),
     ],
 )
 def test_a_bad_name_is_told(tmp_path: Path, query: str, message: str) -> None:

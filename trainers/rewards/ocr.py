@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -14,6 +12,7 @@ from PIL import Image, ImageDraw
 
 from miles_rollout import Media
 from trainers.config_loader import ConfigError
+from trainers.rewards.engines import Engines
 from trainers.rewards.pixels import to_bytes
 from trainers.rewards.pretrained import require
 
@@ -33,7 +32,8 @@ class Ocr:
     The models are those of RapidOCR (PP-OCRv6), which are files of its package. ``workers`` pictures are
     read at once, each by an engine of its own with one thread: the scores do not depend on it.
     ``max_side`` is the longest side, in pixels, at which text is looked for; a picture is shrunk
-    to it, never enlarged, and letters are read at full size. What the engine raises is raised.
+    to it, never enlarged, and letters are read at full size. What the engine raises is raised. A
+    call that is given up keeps the engines that are stuck in it; later calls get new ones.
     """
 
     def __init__(self, *, workers: int | None = None, max_side: int = 736) -> None:
@@ -44,9 +44,7 @@ class Ocr:
                 )
         self._distance = require("ocr", "ocr", "rapidfuzz.distance").Levenshtein.distance
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
-        self._engines: SimpleQueue[Any] = SimpleQueue()
-        for _ in range(self.workers):
-            self._engines.put(_engine(max_side))
+        self._engines = Engines(lambda: _engine(max_side), self.workers)
         self._try_out()
 
     @staticmethod
@@ -63,8 +61,7 @@ class Ocr:
         """One score a sample, in order."""
         targets = [target(p, m) for p, m in zip(prompts, metadata, strict=True)]
         jobs = [(i, picture) for i, item in enumerate(media) for picture in _pictures(item)]
-        with ThreadPoolExecutor(self.workers) as pool:
-            texts = list(pool.map(self.read, [picture for _, picture in jobs]))
+        texts = self._engines.map(_read, [picture for _, picture in jobs])
         read: list[list[str]] = [[] for _ in media]
         for (i, _), text in zip(jobs, texts, strict=True):
             read[i].append(text)
@@ -77,14 +74,8 @@ class Ocr:
 
     def read(self, picture: np.ndarray) -> str:
         """All text in a picture, uint8 [height, width, 3], without spaces and in lower case."""
-        engine = self._engines.get()
-        try:
-            # The engine's arrays are as OpenCV reads files: blue first.
-            found = engine(np.ascontiguousarray(picture[:, :, ::-1]))
-        finally:
-            self._engines.put(engine)
-        lines = zip(found.txts or (), found.scores or (), strict=True)
-        return _normal("".join(text for text, confidence in lines if confidence > 0))
+        text: str = self._engines.map(_read, [picture])[0]
+        return text
 
     def _try_out(self) -> None:
         """An engine reads its models at its first picture: better now than after a rollout."""
@@ -130,6 +121,13 @@ def target(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 def _normal(text: str) -> str:
     return text.replace(" ", "").lower()
+
+
+def _read(engine: Any, picture: np.ndarray) -> str:
+    # The engine's arrays are as OpenCV reads files: blue first.
+    found = engine(np.ascontiguousarray(picture[:, :, ::-1]))
+    lines = zip(found.txts or (), found.scores or (), strict=True)
+    return _normal("".join(text for text, confidence in lines if confidence > 0))
 
 
 def _pictures(media: Media) -> list[np.ndarray]:

@@ -1,9 +1,10 @@
 """Reward: another process or machine scores, over HTTP. The protocol is in docs/rewards.md.
 
 What happens when it does not answer: transport errors, time-outs and the statuses 408, 429 and 5xx are
-tried again with growing pauses; then the call raises, and the samples are masked or the run stops by
-the rules of `scoring`. What trying again cannot repair ends the run at once: a rejected token, a
-request that the server does not understand, an answer that breaks the protocol.
+tried again with growing pauses; then the call raises ``RewardUnavailable``, the samples that it has no
+scores of yet are masked, and too many of them stop the run by the rules of `scoring`. What trying again
+cannot repair ends the run at once: a rejected token, a request that the server does not understand, an
+answer that breaks the protocol.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from miles_rollout import Media
 from trainers.config_loader import ConfigError
 from trainers.rewards.media_json import encode_media
-from trainers.rewards.reward_call import RewardFailure
+from trainers.rewards.reward_call import RewardFailure, RewardUnavailable
 
 _TRY_AGAIN = {408, 429, *range(500, 600)}
 _TOO_LARGE = 413
@@ -65,6 +66,15 @@ class RemoteReward:
         self._batch_size = batch_size
         self._sleep = sleep
 
+    def time_limit_s(self, count: int) -> float:
+        """The most that a call with ``count`` samples takes, all tries and pauses of every request.
+
+        A try may wait ``timeout_s`` for its connection, and as long again for its answer.
+        """
+        tries = self._retries + 1
+        pauses = self._backoff_s * (2.0 ** min(self._retries, 64) - 1)
+        return -(-count // self._batch_size) * (tries * 2 * self._timeout_s + pauses)
+
     def __call__(
         self,
         media: Sequence[Media],
@@ -80,7 +90,13 @@ class RemoteReward:
         with self._httpx.Client(timeout=self._timeout_s, headers=self._headers) as client:
             for start in range(0, len(samples), self._batch_size):
                 batch = samples[start : start + self._batch_size]
-                for name, values in self._score(client, batch).items():
+                try:
+                    answer = self._score(client, batch)
+                except RewardUnavailable as error:
+                    left = [None] * (len(samples) - start)
+                    error.scores = {name: [*values, *left] for name, values in scores.items()}
+                    raise
+                for name, values in answer.items():
                     scores.setdefault(name, [None] * start).extend(values)
                 if any(len(values) != start + len(batch) for values in scores.values()):
                     raise RewardFailure(
@@ -115,7 +131,7 @@ class RemoteReward:
             if response.status_code not in _TRY_AGAIN:
                 return response
             problem = f"status {response.status_code}: {_reason(response)}"
-        raise ConnectionError(
+        raise RewardUnavailable(
             f"remote reward {self._url}: no answer in {self._retries + 1} tries; got {problem}; see "
             "to the server, or raise timeout_s or retries"
         )

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,13 @@ class RewardFailure(MilesRolloutError, RuntimeError):
     """A reward broke its contract, or too few samples have a score to train on."""
 
 
+class RewardUnavailable(MilesRolloutError, ConnectionError):
+    """What a reward asks is away: to ask for each sample by itself would not help."""
+
+    scores: Mapping[str, Sequence[float | None]] = MappingProxyType({})
+    """What it said before, as a reward returns it, with None for the samples that are left."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RewardCall:
     """A reward with what it scores; ``errors`` grows as it is called."""
@@ -42,7 +50,7 @@ class RewardCall:
     """The number of the first sample, where they are a part of more."""
     errors: list[str] = field(default_factory=list)
     failures: int = 0
-    """Samples that failed by themselves, after the batch did."""
+    """Samples that failed by themselves after the batch did, or with what they were asked of."""
 
     def scores(self, max_failures: int) -> dict[str, Tensor]:
         """float64 [N] a component, NaN where missing; gives up after ``max_failures`` samples."""
@@ -51,6 +59,9 @@ class RewardCall:
             columns = self._call(everyone)
         except RewardFailure:
             raise
+        except RewardUnavailable as error:
+            self.errors.append(f"reward {self.label!r}, batch of {len(everyone)}: {_told(error)}")
+            columns = self._before(error)
         except Exception as error:  # whatever foreign code raises is a score that is missing
             self.errors.append(f"reward {self.label!r}, batch of {len(everyone)}: {_told(error)}")
             columns = self._one_by_one(max_failures)
@@ -61,6 +72,15 @@ class RewardCall:
         """NaN for every sample, without a call."""
         return {TOTAL: torch.full((len(self.media),), math.nan, dtype=torch.float64)}
 
+    def _before(self, error: RewardUnavailable) -> Columns:
+        """What was said before ``error``; the other samples failed."""
+        count = len(self.media)
+        columns: Columns = {TOTAL: [math.nan] * count}
+        if error.scores:
+            columns = self._columns(error.scores, count)
+        self.failures += sum(not math.isfinite(score) for score in columns[TOTAL])
+        return columns
+
     def _one_by_one(self, max_failures: int) -> Columns:
         columns: Columns = {TOTAL: [math.nan] * len(self.media)}
         for row in range(len(self.media)):
@@ -68,6 +88,10 @@ class RewardCall:
                 single = self._call([row])
             except RewardFailure:
                 raise
+            except RewardUnavailable as error:
+                self.errors.append(f"{self._named(row)}: {_told(error)}")
+                self.failures += len(self.media) - row
+                break
             except Exception as error:  # as above
                 self.errors.append(f"{self._named(row)}: {_told(error)}")
                 self.failures += 1
@@ -88,7 +112,14 @@ class RewardCall:
             # Within the time limit too: reading a tensor waits for the accelerator.
             return self._columns(result, len(rows))
 
-        columns = call_within(self.timeout_s, call)
+        own = getattr(self.reward, "time_limit_s", None)
+        limit = self.timeout_s if own is None else max(self.timeout_s, own(len(rows)))
+        try:
+            columns = call_within(limit, call)
+        except TimeoutError as error:
+            if own is None:
+                raise
+            raise RewardUnavailable(str(error)) from error  # it may still be asking, beside us
         for row, score in zip(rows, columns[TOTAL], strict=True):
             if not math.isfinite(score):
                 self.errors.append(f"{self._named(row)}: has no finite score; got {score}")

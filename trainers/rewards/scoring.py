@@ -8,7 +8,8 @@ enters no mean. It is never scored 0, which would be a judgement. The rules:
    time. A part of the sum is never taken for the whole.
 3. A reward is called once for the batch, or, where batches come one after the other (`Scorer.start`
    with ``overlap``), once for each of them. If that fails, once for each sample; those that fail again
-   are masked. It stops as soon as more have failed than may be masked, counted over all batches.
+   are masked. If it raises ``RewardUnavailable``, they are masked without another call. It stops as
+   soon as more have failed than may be masked, counted over all batches.
 4. More masked samples than ``max_masked_fraction`` allows, or no sample left, is ``RewardFailure``.
 5. Logs take the mean of what is there, component by component.
 

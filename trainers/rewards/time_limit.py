@@ -29,7 +29,7 @@ def call_within(timeout_s: float | int, function: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(min(timeout_s, threading.TIMEOUT_MAX))
     if thread.is_alive():
         raise TimeoutError(f"no answer within {timeout_s} s")
     result, error = outcome[0]

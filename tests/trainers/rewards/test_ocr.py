@@ -16,6 +16,7 @@ from trainers.build import read_inputs, run
 from trainers.config_loader import ConfigError
 from trainers.data import DataError
 from trainers.rewards import build_reward
+from trainers.rewards.engines import Engines
 from trainers.rewards.ocr import Ocr, target
 from trainers.rewards.scoring import RewardConfig, Scorer
 
@@ -58,7 +59,7 @@ def test_degraded_words_are_read(ocr):
     assert score(ocr, drawn("HELLO", tilt=5), drawn("HELLO") + noise, coloured) == [1.0] * 3
 
 
-def test_letters_are_seen_in_their_colours(ocr):
+def test_letters_are_seen_in_their_colours(ocr, monkeypatch):
     """Grey from blue-first and red-first bytes differs: what is read is handed over blue first."""
     seen = []
 
@@ -67,13 +68,8 @@ def test_letters_are_seen_in_their_colours(ocr):
             seen.append(picture)
             return type("Found", (), {"txts": None, "scores": None})
 
-    engine = ocr._engines.get()
-    ocr._engines.put(Engine())
-    try:
-        score(ocr, torch.tensor([1.0, 0.5, 0.0]).reshape(3, 1, 1).expand(3, 4, 6))
-    finally:
-        ocr._engines.get()
-        ocr._engines.put(engine)
+    monkeypatch.setattr(ocr, "_engines", Engines(Engine, 1))
+    score(ocr, torch.tensor([1.0, 0.5, 0.0]).reshape(3, 1, 1).expand(3, 4, 6))
     assert seen[0].shape == (4, 6, 3)
     assert seen[0][0, 0].tolist() == [0, 128, 255]
 

@@ -18,6 +18,7 @@ from trainers.rewards import build_reward
 from trainers.rewards.media_json import encode_media
 from trainers.rewards.remote import RemoteReward
 from trainers.rewards.reward_call import RewardFailure
+from trainers.rewards.scores import ScoredParts
 from trainers.rewards.scoring import RewardConfig, Scorer
 from trainers.rewards.serve import create_app
 
@@ -243,6 +244,49 @@ def test_health_names_the_reward():
 def test_wrong_settings_are_refused(kwargs, message):
     with pytest.raises(ConfigError, match=message):
         build_reward("remote", {"url": "http://x", **kwargs})
+
+
+def scorer_of(url, *, timeout_s=30, max_masked_fraction=1.0, **kwargs):
+    kwargs = {"url": url, "retries": 2, "backoff_s": 0.01, **kwargs}
+    config = RewardConfig(name="remote", kwargs=kwargs)
+    return Scorer([config], timeout_s=timeout_s, max_masked_fraction=max_masked_fraction)
+
+
+def test_all_tries_count_however_short_the_limit_of_a_call_is():
+    app = answering((503, {}), (503, {}), (200, {"scores": {"total": [1, 2]}}))
+    with served(app) as url:
+        scorer = scorer_of(url, timeout_s=0.05, backoff_s=0.1)
+        assert scorer.score(media(0, 1), ["p"] * 2, [{}] * 2).total.tolist() == [1, 2]
+    assert app.state.seen == [503, 503, 200]
+
+
+def test_the_limit_of_a_call_holds_all_tries_and_pauses_of_its_requests():
+    reward = remote("http://x", timeout_s=10, retries=3, backoff_s=1, batch_size=8)
+    a_request = 4 * (10 + 10) + 1 + 2 + 4
+    assert reward.time_limit_s(1) == reward.time_limit_s(8) == a_request
+    assert reward.time_limit_s(17) == 3 * a_request
+
+
+def test_a_server_that_is_away_is_not_asked_for_every_sample():
+    app = answering((200, {"scores": {"total": [1, 2]}}), (503, {"error": "down"}))
+    with served(app) as url:
+        scores = scorer_of(url, batch_size=2).score(media(*[0] * 6), ["p"] * 6, [{}] * 6)
+    assert scores.total[:2].tolist() == [1, 2], "what was said before is kept"
+    assert scores.masked.tolist() == [False] * 2 + [True] * 4
+    assert app.state.seen == [200, 503, 503, 503]
+    assert re.search(
+        r"RewardUnavailable: .* no answer in 3 tries; got status 503", scores.errors[0]
+    )
+
+
+def test_a_server_that_stays_away_ends_the_run_with_the_first_chunk():
+    app = answering((503, {"error": "down"}))
+    with served(app) as url:
+        scorer = scorer_of(url, max_masked_fraction=0.25)
+        parts = ScoredParts(8, max_masked=2)
+        with pytest.raises(RewardFailure, match=r"8 of 8 samples have no score; got .*status 503"):
+            scorer.score_part(parts, media(*[0] * 4), ["p"] * 4, [{}] * 4)
+    assert app.state.seen == [503] * 3
 
 
 def test_a_dead_server_masks_and_then_stops_and_a_new_one_goes_on():

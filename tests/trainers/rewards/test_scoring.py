@@ -74,6 +74,17 @@ def grad_mode(media, prompts, metadata):
     return [float(torch.is_grad_enabled())] * len(media)
 
 
+class Asking:
+    """Knows how long it may take, and takes longer."""
+
+    def time_limit_s(self, count):
+        return 0.1 * count
+
+    def __call__(self, media, prompts, metadata):
+        calls.append(len(media))
+        threading.Event().wait()
+
+
 class Model:
     built = 0
 
@@ -275,3 +286,11 @@ def test_lists_of_other_lengths_are_refused():
 def test_the_failure_is_one_of_ours_and_a_runtime_error():
     assert issubclass(RewardFailure, MilesRolloutError)
     assert issubclass(RewardFailure, RuntimeError)
+
+
+def test_what_asks_beyond_its_own_limit_is_not_asked_for_every_sample():
+    calls.clear()
+    scorer = Scorer([RewardConfig(name=f"{HERE}:Asking")], timeout_s=0.01, max_masked_fraction=1.0)
+    with pytest.raises(RewardFailure, match=r"4 of 4 samples have no score; got .* within 0.4 s"):
+        scorer.score(MEDIA, PROMPTS, METADATA)
+    assert calls == [4]
