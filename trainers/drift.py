@@ -1,4 +1,4 @@
-"""How far evaluation samples are from those of the model that training started from."""
+"""How far evaluation samples are from those of the base model: without its LoRA, or as full weights began."""
 
 from __future__ import annotations
 

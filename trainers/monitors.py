@@ -2,7 +2,7 @@
 
 The reward that is trained always rises in the end. Whether samples became better is told by what is
 not trained: a second reward on the evaluation samples, how much the samples of a group still differ,
-and how far the evaluation samples are from those of the model that training started from (`drift`).
+and how far the evaluation samples are from those of the base model, without its LoRA (`drift`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MonitorsConfig:
 
     drift_samples: int = 16
     """``eval/drift/<stream>``: RMS difference of the final latents of the first so many evaluation
-    samples from those of the model that training started from, which are sampled once; 0: off."""
+    samples from those of the base model, without its LoRA, which are sampled once; 0: off."""
     max_held_out_fall: float | None = 3.0
     """Warn when a reward that is not trained (of weight 0, or of ``eval.rewards``) fell by so many
     standard errors since the first evaluation, while the trained one rose by as many (null: off)."""

@@ -93,7 +93,7 @@ class RolloutConfig:
         if self.chunk_size is not None and not 1 <= self.chunk_size <= self.num_samples:
             raise ValueError(
                 f"chunk_size must be in 1..num_prompts * group_size = {self.num_samples}; got "
-                f"{self.chunk_size}"
+                f"{self.chunk_size}; set rollout.chunk_size null, or at most {self.num_samples}"
             )
         if self.share_prefix and not self.same_noise:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ class Ocr:
     """1 - distance / length of the target, in 0..1, from a text recogniser that runs on the CPU.
 
     The target is ``target`` of the metadata, or else the text in the first pair of straight double
-    quotes of the prompt. Target and recognised text are compared without spaces and in lower case.
+    quotes of the prompt. Target and recognised text are compared without white space and in lower case.
     The distance is that of Levenshtein, at most the target's length, and 0 if the target is a part
     of what was recognised. Of a video every fourth frame is read, a part is no hit, and the score is
     the mean over the frames with a score above 0, or 0 if there is none.
@@ -73,7 +74,7 @@ class Ocr:
         ]
 
     def read(self, picture: np.ndarray) -> str:
-        """All text in a picture, uint8 [height, width, 3], without spaces and in lower case."""
+        """All text in a picture, uint8 [height, width, 3], without white space and in lower case."""
         text: str = self._engines.map(_read, [picture])[0]
         return text
 
@@ -102,7 +103,7 @@ class Ocr:
 
 
 def target(prompt: str, metadata: Mapping[str, Any]) -> str:
-    """The text to look for, without spaces and in lower case. Raises ``ValueError`` if there is none."""
+    """The text to look for, without white space and in lower case. Raises ``ValueError`` if there is none."""
     if "target" in metadata:
         wanted = metadata["target"]
         if not isinstance(wanted, str) or not _normal(wanted):
@@ -120,7 +121,8 @@ def target(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 
 def _normal(text: str) -> str:
-    return text.replace(" ", "").lower()
+    """As the public score has it, and alike for letters that Unicode writes in two ways."""
+    return "".join(unicodedata.normalize("NFC", text).split()).lower()
 
 
 def _read(engine: Any, picture: np.ndarray) -> str:

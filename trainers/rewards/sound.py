@@ -29,4 +29,9 @@ def mono(reward: str, media: Media, rate: int, soxr: Any) -> np.ndarray:
     if media.sampling_rate == rate:
         return samples
     resampled: np.ndarray = soxr.resample(samples, media.sampling_rate, rate)
+    if not len(resampled):
+        raise ValueError(
+            f"{reward}: the sound is shorter than one sample at {rate} a second; got {len(samples)} at "
+            f"{media.sampling_rate}"
+        )
     return resampled

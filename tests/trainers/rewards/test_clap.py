@@ -142,6 +142,10 @@ def test_a_long_text_is_cut(folder):
         (Media(video=torch.zeros(1, 3, 4, 4), fps=8), "got a video without sound; set another"),
         (film(torch.zeros(0)), "clap: the sound is empty or holds NaN or infinity"),
         (film(torch.tensor([0.0, torch.inf])), "clap: the sound is empty or holds NaN"),
+        (
+            film(torch.tensor([0.1]), rate=192_000),
+            "the sound is shorter than one sample at 48000 a second; got 1 at 192000",
+        ),
     ],
 )
 def test_what_cannot_be_heard_has_no_score(folder, media, message):

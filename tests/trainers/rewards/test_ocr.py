@@ -206,3 +206,17 @@ def test_the_command_line_refuses_a_prompt_by_the_name_of_its_file(tmp_path, mon
     assert capsys.readouterr().err.startswith(
         "error: a.png: reward 'ocr': the prompt quotes no text"
     )
+
+
+@pytest.mark.parametrize(
+    ("quoted", "wanted"),
+    [("Hello\tWorld", "helloworld"), ("CAFE\u0301", "caf\u00e9"), ("a\u3000b \u00a0c", "abc")],
+)
+def test_targets_are_compared_without_white_space_and_in_one_form(quoted, wanted):
+    assert target(f'a sign "{quoted}"', {}) == wanted
+
+
+@pytest.mark.parametrize("blank", ["\t", "\u00a0", "\u3000", "\u2028", " "])
+def test_a_target_of_white_space_is_none(blank):
+    with pytest.raises(ValueError, match="the prompt quotes no text to look for"):
+        target(f'a sign "{blank}"', {})
