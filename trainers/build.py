@@ -23,6 +23,7 @@ from trainers.config_loader import ConfigError, to_tree, to_yaml
 from trainers.data import PromptFile, PromptRecord, read_prompts
 from trainers.devices import build_device
 from trainers.family_checks import check_inputs, check_request, makes_video
+from trainers.first_line import first_line
 from trainers.lora import check_start
 from trainers.policy import Beside, Policy
 from trainers.prompt_inputs import inputs_of
@@ -250,8 +251,13 @@ def load_policy_pipeline(config: TrainConfig) -> Any:
     except OSError as error:  # what diffusers raises for a name or a file that is not there
         raise RunError(
             f"model.pipeline: cannot be loaded; got {model.pipeline!r} "
-            f"({str(error).strip().splitlines()[0]}); set a folder, a hub name that can be reached, "
-            "or a tiny pipeline's name"
+            f"({first_line(error)}); set a folder, a hub name that can be reached, or a tiny "
+            "pipeline's name"
+        ) from error
+    except ImportError as error:  # of a component, mostly a tokenizer
+        raise RunError(
+            f"model.pipeline: needs another package; got {model.pipeline!r} ({first_line(error)}); "
+            "install that"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainers.config_loader import ConfigError
+from trainers.first_line import first_line
 
 
 def build_device(name: str, key: str = "model.device") -> torch.device:
@@ -20,6 +21,6 @@ def build_device(name: str, key: str = "model.device") -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
-            f"{key}: not available here; got {name!r} ({str(error).splitlines()[0]}); set auto or cpu"
+            f"{key}: not available here; got {name!r} ({first_line(error)}); set auto or cpu"
         ) from error
     return device

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 TRAINED = "mean"
 """What the total is called in metrics: ``eval/reward/mean``."""
+OWN = "own"
+"""What the scores of a held-out reward itself are called in a checkpoint."""
+_HELD_OUT = "held_out/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,35 +62,55 @@ class Monitors:
         self.config = config
         self.held_out = tuple(held_out)
         """The rewards that are not trained, by the names of their scores."""
-        self._scores: dict[str, list[float | None]] = {}
-        """Of the first evaluation, sample by sample; None where there is none."""
+        self._first: dict[str, dict[str, list[float | None]]] = {}
+        """Held-out reward -> its scores (``OWN``) and the trained ones (``TRAINED``), sample by sample,
+        None where there is none: of the first evaluation in which both have at least two."""
+        self._evaluation: str | None = None
+        """The digest of the evaluations that ``_first`` is of."""
         self._diversity: dict[str, float] = {}
         self._told: set[str] = set()
 
-    def watch_evaluation(self, scores: Scores) -> None:
-        """Compare with the first evaluation, whose prompts and seeds are the same."""
-        now = {TRAINED: scores.total} | {name: scores.components[name] for name in self.held_out}
-        values = {n: [v if math.isfinite(v) else None for v in t.tolist()] for n, t in now.items()}
-        sizes = {len(v) for v in [*values.values(), *self._scores.values()]}
-        if (
-            self._scores.keys() != values.keys() or len(sizes) > 1
-        ):  # or another evaluation than then
-            self._scores = values
-            return
+    def watch_evaluation(self, scores: Scores, evaluation: str) -> None:
+        """Compare with the first evaluation that scored a held-out reward.
+
+        ``evaluation``: a digest of what makes its samples, prompts and seeds among it. Scores of other
+        samples than the remembered ones are not compared: those of now are the first then.
+        """
+        if self._first and evaluation != self._evaluation:
+            logger.warning(
+                "monitors: the evaluation has other prompts or settings than before, so held-out "
+                "rewards are compared with this one from now on; got %s after %s; set data.eval and "
+                "eval as they were to keep the first one",
+                evaluation,
+                self._evaluation,
+            )
+            self._first = {}
+            self._told = {event for event in self._told if not event.startswith(_HELD_OUT)}
+        self._evaluation = evaluation
+        trained = _listed(scores.total)
+        for name in self.held_out:
+            own = _listed(scores.components[name])
+            if name in self._first:
+                self._compare(name, own, trained)
+            elif min(_count(own), _count(trained)) >= 2:
+                self._first[name] = {OWN: own, TRAINED: trained}
+
+    def _compare(
+        self, name: str, own: Sequence[float | None], trained: Sequence[float | None]
+    ) -> None:
         bound = self.config.max_held_out_fall
         if bound is None:
             return
-        rise, rise_errors = rise_of(self._scores[TRAINED], values[TRAINED])
-        for name in self.held_out:
-            change, errors = rise_of(self._scores[name], values[name])
-            self._tell(
-                f"held_out/{name}",
-                rise_errors > bound and errors < -bound,
-                f"monitors: eval/reward/{name}, which is not trained, fell by {-change:.4g} "
-                f"({-errors:.1f} standard errors) since the first evaluation, while eval/reward/"
-                f"{TRAINED} rose by {rise:.4g} ({rise_errors:.1f}): the trained reward may be "
-                "exploited; compare samples/ with the first ones, or train less, or with a KL",
-            )
+        rise, rise_errors = rise_of(self._first[name][TRAINED], trained)
+        change, errors = rise_of(self._first[name][OWN], own)
+        self._tell(
+            f"{_HELD_OUT}{name}",
+            rise_errors > bound and errors < -bound,
+            f"monitors: eval/reward/{name}, which is not trained, fell by {-change:.4g} "
+            f"({-errors:.1f} standard errors) since the first evaluation, while eval/reward/"
+            f"{TRAINED} rose by {rise:.4g} ({rise_errors:.1f}): the trained reward may be "
+            "exploited; compare samples/ with the first ones, or train less, or with a KL",
+        )
 
     def watch_diversity(self, metrics: Mapping[str, float]) -> None:
         """Compare ``rollout/diversity/*`` with the run's first."""
@@ -111,13 +134,27 @@ class Monitors:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"scores": self._scores, "diversity": self._diversity, "told": sorted(self._told)}
+        return {
+            "first": self._first,
+            "evaluation": self._evaluation,
+            "diversity": self._diversity,
+            "told": sorted(self._told),
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """What `state` gave; nothing, of a run that had no monitors."""
-        self._scores = dict(state.get("scores", {}))
+        self._first = {name: dict(both) for name, both in state.get("first", {}).items()}
+        self._evaluation = state.get("evaluation")
         self._diversity = dict(state.get("diversity", {}))
         self._told = set(state.get("told", ()))
+
+
+def _listed(scores: Tensor) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in scores.tolist()]
+
+
+def _count(scores: Sequence[float | None]) -> int:
+    return sum(score is not None for score in scores)
 
 
 def rise_of(

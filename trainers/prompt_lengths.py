@@ -53,11 +53,12 @@ def _limits(pipe: Any, adapter: PipelineAdapter, sampling: Mapping[str, Any]) ->
     if not adapter.cuts_prompts or not longest:
         return {}
     components: Mapping[str, Any] = pipe.components
-    return {
-        name: min(longest, component.model_max_length)
+    lengths = {
+        name: getattr(component, "model_max_length", None)
         for name, component in components.items()
-        if name.startswith("tokenizer") and hasattr(component, "model_max_length")
+        if name.startswith("tokenizer")
     }
+    return {name: min(longest, length) for name, length in lengths.items() if length is not None}
 
 
 def _lengths(tokenizer: Any, prompts: list[str]) -> list[int]:

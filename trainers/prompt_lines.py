@@ -22,7 +22,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; set another path") from None
+        raise DataError(f"{path}: cannot be read; got {error.strerror}; set another path") from None
     for number, line in enumerate(data.removesuffix(b"\n").split(b"\n"), 1):
         try:
             yield number, line.removesuffix(b"\r").decode()
@@ -38,7 +38,9 @@ def object_of(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line, object_pairs_hook=_unique, parse_constant=_refuse)
     except RecursionError:
-        raise DataError(f"{where}: not valid JSON; nested too deeply") from None
+        raise DataError(
+            f"{where}: not valid JSON; got {line[:80]}, nested too deeply; write one object a line"
+        ) from None
     except ValueError as error:
         raise DataError(f"{where}: not valid JSON; got {error}; write one object a line") from None
     if not isinstance(row, dict):
@@ -61,12 +63,18 @@ def prompt_and_metadata(
     prompt, nested = rest.pop(key), rest.pop("metadata", None)
     nested = {} if nested is None and row.get("metadata") is None else nested
     if not isinstance(prompt, str) or not prompt.strip():
-        raise DataError(f"{where}: {key!r} must be text that is not blank; got {prompt!r}")
+        raise DataError(
+            f"{where}: {key!r} must be text that is not blank; got {prompt!r}; write a prompt, or "
+            "remove the record"
+        )
     if any("\ud800" <= letter <= "\udfff" for letter in prompt):
-        raise DataError(f"{where}: {key!r} holds half of a surrogate pair; got {prompt!r}")
+        raise DataError(
+            f"{where}: {key!r} holds half of a surrogate pair; got {prompt!r}; write the letter itself"
+        )
     if not isinstance(nested, dict) or rest.keys() & nested.keys():
         raise DataError(
-            f"{where}: 'metadata' must be an object with other keys than the line; got {nested!r}"
+            f"{where}: 'metadata' must be an object with other keys than the line; got {nested!r}; "
+            "rename what is given twice, or drop it"
         )
     return prompt, {**rest, **nested}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.data import PromptRecord
+from trainers.rollout_config import EvalConfig
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +23,13 @@ def prompt_digests(
 ) -> dict[str, str]:
     """What the files held, by digest: their names in the config may stay and their lines not."""
     return {"train": _digest(train), "eval": _digest(held_out)}
+
+
+def evaluation_digest(prompts: str, config: EvalConfig) -> str:
+    """Of what makes the samples of an evaluation; ``prompts``: the digest of ``data.eval``."""
+    samples = (config.seed, config.num_inference_steps, config.samples_per_prompt)
+    content = json.dumps([prompts, config.num_prompts, *samples])
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def warn_of_changes(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

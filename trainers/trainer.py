@@ -38,7 +38,12 @@ from trainers.monitors import Monitors, diversity_metrics
 from trainers.policy import Policy
 from trainers.rewards.scoring import Scorer
 from trainers.rollouts import Rollouts
-from trainers.run_state import prompt_digests, warn_of_changes, write_atomically
+from trainers.run_state import (
+    evaluation_digest,
+    prompt_digests,
+    warn_of_changes,
+    write_atomically,
+)
 from trainers.samples import Sample, samples_of, save_samples
 from trainers.tracking import Tracker
 from trainers.update import TrainChunk, TrainingError, run_update
@@ -356,7 +361,8 @@ class Trainer:
                 self.config.rollout,
                 keep_latents=count,
             )
-        self.monitors.watch_evaluation(evaluation.scores)
+        digest = evaluation_digest(self._prompts()["eval"], self.config.eval)
+        self.monitors.watch_evaluation(evaluation.scores, digest)
         if count:
             evaluation.drift.update(self.drift.metrics(evaluation.latents, self.iteration))
         if evaluation.mean > self.best.get("reward", -float("inf")):

@@ -16,7 +16,7 @@ from miles_rollout.errors import MilesRolloutError
 from miles_rollout.testing import tiny_qwen_image
 from tests.tiny_run import metrics_of, tiny_config, without_perf
 from trainers.adapters import LoraError
-from trainers.build import RunError, build_trainer, read_inputs, run
+from trainers.build import RunError, build_trainer, load_policy_pipeline, read_inputs, run
 from trainers.checkpoint import CheckpointError, load_checkpoint
 from trainers.config import TrainConfig
 from trainers.config_loader import ConfigError, load
@@ -286,6 +286,27 @@ def test_a_pipeline_that_is_not_there_is_told(tmp_path: Path) -> None:
     )
     with pytest.raises(RunError, match=r"model\.pipeline: cannot be loaded; got 'someone/not"):
         run(broken)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            ImportError("\nATokenizer needs the apackage library\nSee its page"),
+            r"needs another package; got '.*' \(ATokenizer needs the apackage library\); install that$",
+        ),
+        (OSError(), r"cannot be loaded; got '.*' \(OSError\); set a folder"),
+    ],
+)
+def test_what_loading_a_pipeline_raises_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    def load(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("trainers.build.load_pipeline", load)
+    with pytest.raises(RunError, match=r"^model\.pipeline: " + message):
+        load_policy_pipeline(tiny_config(tmp_path))
 
 
 def test_the_accelerator_is_found_or_the_cpu() -> None:

@@ -105,13 +105,22 @@ def test_the_text_may_be_called_input_and_have_its_metadata_nested(write):
         ("a prompt", "a.jsonl:2: not valid JSON; got "),
         ('{"prompt": "a", "x": NaN}', "a.jsonl:2: not valid JSON; got NaN, which is not JSON"),
         ('{"prompt": "a", "prompt": "b"}', "a.jsonl:2: not valid JSON; got key 'prompt' twice"),
-        ("[" * 100_000, "a.jsonl:2: not valid JSON; nested too deeply"),
+        (
+            "[" * 100_000,
+            f"a.jsonl:2: not valid JSON; got {'[' * 80}, nested too deeply; write one object a line",
+        ),
         ('["a"]', 'a.jsonl:2: must be an object; got ["a"]'),
         ('{"promt": "a", "b": 1}', "a.jsonl:2: has no 'prompt'; got keys ['b', 'promt']; add it"),
         ('{"prompt": 3}', "a.jsonl:2: 'prompt' must be text that is not blank; got 3"),
         ('{"prompt": null}', "a.jsonl:2: 'prompt' must be text that is not blank; got None"),
-        ('{"prompt": " "}', "a.jsonl:2: 'prompt' must be text that is not blank; got ' '"),
-        ('{"prompt": "\\ud800"}', "a.jsonl:2: 'prompt' holds half of a surrogate pair"),
+        (
+            '{"prompt": " "}',
+            "a.jsonl:2: 'prompt' must be text that is not blank; got ' '; write a prompt",
+        ),
+        (
+            '{"prompt": "\\ud800"}',
+            "a.jsonl:2: 'prompt' holds half of a surrogate pair; got '\\ud800'; write the letter",
+        ),
         ('{"prompt": "a", "metadata": 3}', "a.jsonl:2: 'metadata' must be an object with"),
         ('{"prompt": "a", "x": 1, "metadata": {"x": 2}}', "a.jsonl:2: 'metadata' must be an"),
     ],
@@ -138,7 +147,7 @@ def test_a_bad_file_is_named(write, data, name, message):
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(DataError, match=r"^none\.txt: cannot be read: No such file"):
+    with pytest.raises(DataError, match=r"^none\.txt: cannot be read; got No such file"):
         load_prompts("none.txt")
 
 

@@ -17,6 +17,7 @@ from trainers.config_loader import ConfigError
 from trainers.drift import Drift
 from trainers.monitors import Monitors, MonitorsConfig, diversity_metrics, rise_of
 from trainers.rewards.scores import Scores
+from trainers.run_state import evaluation_digest
 
 NAN = math.nan
 
@@ -55,19 +56,19 @@ def test_a_held_out_reward_that_falls_while_the_trained_one_rises_is_told_once(c
     first = [0.1, 0.2, 0.3, 0.4]
     up = [0.6, 0.71, 0.79, 0.9]  # + 0.5 and a little, 122.5 standard errors
     down = [-0.1, -0.01, 0.09, 0.2]  # - 0.205, 50 standard errors or so
-    monitors.watch_evaluation(_scores(first, other=first))
-    monitors.watch_evaluation(_scores(up, other=first))
-    monitors.watch_evaluation(_scores(first, other=down))
-    monitors.watch_evaluation(_scores(up, other=up))
+    monitors.watch_evaluation(_scores(first, other=first), "a")
+    monitors.watch_evaluation(_scores(up, other=first), "a")
+    monitors.watch_evaluation(_scores(first, other=down), "a")
+    monitors.watch_evaluation(_scores(up, other=up), "a")
     assert _messages(caplog) == [], "one of both alone is no sign"
-    monitors.watch_evaluation(_scores(up, other=down))
+    monitors.watch_evaluation(_scores(up, other=down), "a")
     (message,) = _messages(caplog)
     assert message.startswith("monitors: eval/reward/other, which is not trained, fell by 0.205 (")
     assert "since the first evaluation, while eval/reward/mean rose by 0.5 (" in message
-    monitors.watch_evaluation(_scores(up, other=down))
+    monitors.watch_evaluation(_scores(up, other=down), "a")
     assert _messages(caplog) == [], "once an event"
-    monitors.watch_evaluation(_scores(up, other=first))
-    monitors.watch_evaluation(_scores(up, other=down))
+    monitors.watch_evaluation(_scores(up, other=first), "a")
+    monitors.watch_evaluation(_scores(up, other=down), "a")
     assert len(_messages(caplog)) == 1, "a new event"
 
 
@@ -76,32 +77,85 @@ def test_changes_within_the_errors_are_not_told(caplog: Any) -> None:
     first, up, down = [0.0] * 4, [1.0, -0.2, 1.2, -0.1], [-1.0, 0.2, -1.2, 0.1]
     for bound, expected in ((3.0, 0), (1.0, 1)):
         monitors = Monitors(MonitorsConfig(max_held_out_fall=bound), ["other"])
-        monitors.watch_evaluation(_scores(first, other=first))
-        monitors.watch_evaluation(_scores(up, other=down))
+        monitors.watch_evaluation(_scores(first, other=first), "a")
+        monitors.watch_evaluation(_scores(up, other=down), "a")
         assert len(_messages(caplog)) == expected
     off = Monitors(MonitorsConfig(max_held_out_fall=None), ["other"])
-    off.watch_evaluation(_scores([0.0, 0.0], other=[0.0, 0.0]))
-    off.watch_evaluation(_scores([1.0, 1.0], other=[-1.0, -1.0]))
+    off.watch_evaluation(_scores([0.0, 0.0], other=[0.0, 0.0]), "a")
+    off.watch_evaluation(_scores([1.0, 1.0], other=[-1.0, -1.0]), "a")
     assert _messages(caplog) == []
 
 
 def test_samples_without_a_score_are_left_out_of_both(caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     monitors = Monitors(MonitorsConfig(), ["other"])
-    monitors.watch_evaluation(_scores([0.0, NAN, 0.0], other=[0.0, 0.0, NAN]))
-    monitors.watch_evaluation(_scores([1.0, 1.0, 1.0], other=[-1.0, -1.0, 9.0]))
+    monitors.watch_evaluation(_scores([0.0, NAN, 0.0], other=[0.0, 0.0, NAN]), "a")
+    monitors.watch_evaluation(_scores([1.0, 1.0, 1.0], other=[-1.0, -1.0, 9.0]), "a")
     (message,) = _messages(caplog)
     assert "fell by 1 (inf standard errors)" in message
 
 
-def test_another_evaluation_begins_anew(caplog: Any) -> None:
+def test_another_evaluation_begins_anew_and_is_told_once(caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    before = Monitors(MonitorsConfig(), ["other"])
+    before.watch_evaluation(_scores([0.0, 0.0], other=[0.0, 0.0]), "a")
+    before.watch_evaluation(_scores([1.0, 1.0], other=[-1.0, -1.0]), "a")
+    assert len(_messages(caplog)) == 1
+    monitors = Monitors(MonitorsConfig(), ["other"])
+    monitors.load(before.state())
+    # As many samples, so that only the digest tells.
+    monitors.watch_evaluation(_scores([1.0, 1.0], other=[-1.0, -1.0]), "b")
+    (message,) = _messages(caplog)
+    assert message.startswith("monitors: the evaluation has other prompts or settings than before")
+    assert "; got b after a; set data.eval and eval as they were" in message
+    monitors.watch_evaluation(_scores([2.0, 2.0], other=[-2.0, -2.0]), "b")
+    (message,) = _messages(caplog)
+    assert "fell by 1 (inf standard errors)" in message, "a new event, against the new first"
+
+
+def test_the_first_evaluation_is_the_first_that_scores_a_reward_at_least_twice(caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    monitors = Monitors(MonitorsConfig(), ["early", "late"])
+    nothing, one = [NAN] * 3, [NAN, 5.0, NAN]
+    monitors.watch_evaluation(_scores([0.0] * 3, early=[0.0] * 3, late=nothing), "a")
+    monitors.watch_evaluation(_scores([1.0] * 3, early=[1.0] * 3, late=one), "a")
+    monitors.watch_evaluation(_scores([2.0] * 3, early=[2.0] * 3, late=[9.0, 9.0, NAN]), "a")
+    assert _messages(caplog) == []
+    monitors.watch_evaluation(_scores([2.0] * 3, early=[2.0] * 3, late=[7.0, 7.0, 7.0]), "a")
+    assert _messages(caplog) == [], "the trained one has not risen since late's first"
+    monitors.watch_evaluation(_scores([2.5] * 3, early=[-1.0] * 3, late=[7.0, 7.0, 7.0]), "a")
+    early, late = _messages(caplog)
+    assert "eval/reward/early, which is not trained, fell by 1 (inf" in early
+    assert "eval/reward/mean rose by 2.5 (" in early
+    assert "eval/reward/late, which is not trained, fell by 2 (inf" in late
+    assert "eval/reward/mean rose by 0.5 (" in late
+
+
+def test_a_trained_reward_with_one_score_is_no_first_either(caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     monitors = Monitors(MonitorsConfig(), ["other"])
-    monitors.watch_evaluation(_scores([0.0, 0.0], other=[0.0, 0.0]))
-    monitors.watch_evaluation(_scores([1.0] * 3, other=[-1.0] * 3))
-    assert _messages(caplog) == []
-    monitors.watch_evaluation(_scores([2.0] * 3, other=[-2.0] * 3))
-    assert len(_messages(caplog)) == 1
+    monitors.watch_evaluation(_scores([0.0, NAN], other=[0.0, 0.0]), "a")
+    monitors.watch_evaluation(_scores([1.0, 1.0], other=[5.0, 5.0]), "a")
+    monitors.watch_evaluation(_scores([2.0, 2.0], other=[4.0, 4.0]), "a")
+    (message,) = _messages(caplog)
+    assert "fell by 1 (inf" in message
+    assert "rose by 1 (inf" in message
+
+
+def test_what_makes_the_samples_of_an_evaluation_is_in_its_digest() -> None:
+    config = EvalConfig()
+    changes: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"num_inference_steps": 3},
+        {"samples_per_prompt": 2},
+        {"num_prompts": 5},
+    ]
+    digests = {evaluation_digest("p", replace(config, **change)) for change in changes}
+    digests |= {evaluation_digest("p", config), evaluation_digest("q", config)}
+    assert len(digests) == 6
+    assert evaluation_digest("p", replace(config, every=3, chunk_size=2)) == evaluation_digest(
+        "p", config
+    )
 
 
 def test_diversity_below_a_part_of_the_first_is_told_once(caplog: Any) -> None:
@@ -126,7 +180,7 @@ def test_diversity_below_a_part_of_the_first_is_told_once(caplog: Any) -> None:
 def test_what_was_seen_and_told_survives_a_checkpoint(caplog: Any) -> None:
     caplog.set_level(logging.WARNING)
     before = Monitors(MonitorsConfig(), ["other"])
-    before.watch_evaluation(_scores([0.0, 0.0, NAN], other=[0.0, 0.0, 0.0]))
+    before.watch_evaluation(_scores([0.0, 0.0, NAN], other=[0.0, 0.0, 0.0]), "a")
     before.watch_diversity({"rollout/diversity/image": 1.0})
     before.watch_diversity({"rollout/diversity/image": 0.1})
     assert len(_messages(caplog)) == 1
@@ -134,7 +188,7 @@ def test_what_was_seen_and_told_survives_a_checkpoint(caplog: Any) -> None:
     after.load(before.state())
     after.watch_diversity({"rollout/diversity/image": 0.1})
     assert _messages(caplog) == []
-    after.watch_evaluation(_scores([1.0, 1.0, 1.0], other=[-1.0, -1.0, -1.0]))
+    after.watch_evaluation(_scores([1.0, 1.0, 1.0], other=[-1.0, -1.0, -1.0]), "a")
     assert len(_messages(caplog)) == 1
 
 

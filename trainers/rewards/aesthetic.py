@@ -89,7 +89,8 @@ def read_head(path: Path) -> list[tuple[Tensor, Tensor]]:
         for n in (order if wanted == set(tensors) else ())
     ]
     widths = [weight.shape for weight, _ in layers]
-    fits = all(b[1] == a[0] for a, b in itertools.pairwise(widths))
+    fits = all(w.ndim == 2 and b.shape == w.shape[:1] for w, b in layers)
+    fits = fits and all(b[1] == a[0] for a, b in itertools.pairwise(widths))
     if not layers or not fits or widths[-1][0] != 1:
         raise ConfigError(
             f"reward 'aesthetic': its head is no chain of linear layers that ends in one number; got "

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 
 from trainers.config_loader import ConfigError
+from trainers.first_line import first_line
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -43,8 +44,13 @@ def load(reward: str, key: str, name: str, loader: Callable[..., Any], **kwargs:
     try:
         with torch.random.fork_rng(devices=[]):
             return loader(name, **kwargs)
+    except ImportError as error:
+        raise ConfigError(
+            f"reward {reward!r}: its {key} needs another package; got {name!r} ({first_line(error)}); "
+            f"install that, or set another kwargs.{key}"
+        ) from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        cause = str(error).strip().splitlines()[0]
+        cause = first_line(error)
         raise ConfigError(
             f"reward {reward!r}: its {key} cannot be loaded; got {name!r} ({cause}); set kwargs.{key} "
             "to a folder, or to a hub name that can be reached"

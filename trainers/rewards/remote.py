@@ -9,15 +9,21 @@ answer that breaks the protocol.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from miles_rollout import Media
 from trainers.config_loader import ConfigError
 from trainers.rewards.media_json import encode_media
 from trainers.rewards.reward_call import RewardFailure, RewardUnavailable
+
+logger = logging.getLogger(__name__)
+
+_Answer: TypeAlias = dict[str, list[float | None]]
+"""Component -> a number or None for each sample of a request."""
 
 _TRY_AGAIN = {408, 429, *range(500, 600)}
 _TOO_LARGE = 413
@@ -27,8 +33,8 @@ class RemoteReward:
     """Sends batches to ``url`` and returns their scores in order.
 
     ``timeout_s``: of one request. ``retries``: further tries of a failed one; pauses begin at
-    ``backoff_s`` and double. ``batch_size``: samples a request, halved where the server says that it
-    is too large. ``token_env``: the environment variable that holds the bearer token, if the server
+    ``backoff_s`` and double. ``batch_size``: samples a request, halved for this and later calls where
+    the server says that it is too large. ``token_env``: the environment variable that holds the bearer token, if the server
     wants one; the token itself is never in a config. Raises ``ConfigError`` for wrong settings.
     """
 
@@ -69,7 +75,8 @@ class RemoteReward:
     def time_limit_s(self, count: int) -> float:
         """The most that a call with ``count`` samples takes, all tries and pauses of every request.
 
-        A try may wait ``timeout_s`` for its connection, and as long again for its answer.
+        A try may wait ``timeout_s`` for its connection, and as long again for its answer. Requests
+        are of the size that fitted the server so far.
         """
         tries = self._retries + 1
         pauses = self._backoff_s * (2.0 ** min(self._retries, 64) - 1)
@@ -86,37 +93,44 @@ class RemoteReward:
             {"prompt": prompt, "metadata": dict(given), "media": encode_media(item)}
             for item, prompt, given in zip(media, prompts, metadata, strict=True)
         ]
-        scores: dict[str, list[float | None]] = {}
+        answers: list[_Answer] = []
+        start = 0
         with self._httpx.Client(timeout=self._timeout_s, headers=self._headers) as client:
-            for start in range(0, len(samples), self._batch_size):
+            while start < len(samples):
                 batch = samples[start : start + self._batch_size]
                 try:
                     answer = self._score(client, batch)
                 except RewardUnavailable as error:
-                    left = [None] * (len(samples) - start)
-                    error.scores = {name: [*values, *left] for name, values in scores.items()}
+                    error.scores = _joined(answers, len(samples))
                     raise
-                for name, values in answer.items():
-                    scores.setdefault(name, [None] * start).extend(values)
-                if any(len(values) != start + len(batch) for values in scores.values()):
-                    raise RewardFailure(
-                        f"remote reward {self._url}: answers name different components; got "
-                        f"{sorted(scores)}; return the same components for every request"
-                    )
-        return scores
+                if answer is None:
+                    self._batch_size = (len(batch) + 1) // 2
+                    continue
+                answers.append(answer)
+                start += len(batch)
+                self._check_names(answers)
+        return _joined(answers, len(samples))
 
-    def _score(self, client: Any, batch: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    def _score(self, client: Any, batch: list[dict[str, Any]]) -> _Answer | None:
+        """None where the server takes only fewer samples at a time."""
         response = self._post(client, batch)
         if response.status_code == _TOO_LARGE and len(batch) > 1:
-            half = len(batch) // 2
-            first, second = self._score(client, batch[:half]), self._score(client, batch[half:])
-            return {name: first[name] + second.get(name, []) for name in first}
+            return None
         if response.status_code != 200:
             raise RewardFailure(
                 f"remote reward {self._url}: the request was refused; got status "
                 f"{response.status_code}: {_reason(response)}; {_advice(response.status_code)}"
             )
         return self._columns(response, len(batch))
+
+    def _check_names(self, answers: Sequence[_Answer]) -> None:
+        """An answer of nulls alone may name other components: what failed has none."""
+        first, last = _names(answers), answers[-1]
+        if last.keys() != first and _has_number(last):
+            raise RewardFailure(
+                f"remote reward {self._url}: answers name different components; got "
+                f"{sorted(last)} after {sorted(first)}; return the same components for every request"
+            )
 
     def _post(self, client: Any, batch: list[dict[str, Any]]) -> Any:
         problem = ""
@@ -136,11 +150,12 @@ class RemoteReward:
             "to the server, or raise timeout_s or retries"
         )
 
-    def _columns(self, response: Any, count: int) -> dict[str, list[float | None]]:
+    def _columns(self, response: Any, count: int) -> _Answer:
         try:
-            scores = response.json()["scores"]
+            content = response.json()
+            scores, errors = content["scores"], content.get("errors", ())
             columns = {str(name): [_number(v) for v in column] for name, column in scores.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise RewardFailure(
                 f"remote reward {self._url}: the answer breaks the protocol; got {error!r} for "
                 f'{response.text[:200]!r}; return {{"scores": {{component: [number or null, ...]}}}}'
@@ -156,7 +171,31 @@ class RemoteReward:
                 f"remote reward {self._url}: the answer has no component; got {response.text[:200]}; "
                 "return at least one"
             )
+        if errors:
+            logger.warning("remote reward %s: samples without a score: %s", self._url, errors)
         return columns
+
+
+def _joined(answers: Sequence[_Answer], count: int) -> _Answer:
+    """One column a component, with None for the samples that no answer is of yet."""
+    columns: _Answer = {}
+    for name in sorted(_names(answers)):
+        column: list[float | None] = []
+        for answer in answers:
+            size = len(next(iter(answer.values())))
+            column += answer.get(name, [None] * size)
+        columns[name] = column + [None] * (count - len(column))
+    return columns
+
+
+def _names(answers: Sequence[_Answer]) -> set[str]:
+    """The components: those of the first answer with a number in it, or else of the first."""
+    told = [answer for answer in answers if _has_number(answer)] or answers[:1]
+    return {name for answer in told[:1] for name in answer}
+
+
+def _has_number(answer: _Answer) -> bool:
+    return any(value is not None for column in answer.values() for value in column)
 
 
 def _number(value: Any) -> float | None:

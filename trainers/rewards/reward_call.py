@@ -134,7 +134,7 @@ class RewardCall:
         }
         if not columns:
             raise RewardFailure(
-                f"reward {self.label!r}: returned no component; return at least one"
+                f"reward {self.label!r}: returned no component; got {dict(result)}; return at least one"
             )
         if TOTAL not in columns:
             columns[TOTAL] = [sum(row) for row in zip(*columns.values(), strict=True)]

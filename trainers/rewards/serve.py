@@ -17,15 +17,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from miles_rollout.errors import MilesRolloutError
 from trainers.config_loader import ConfigError
+from trainers.first_line import first_line
 from trainers.rewards import Reward, build_reward
 from trainers.rewards.media_json import MediaJsonError, decode_media
 from trainers.rewards.reward_call import RewardCall, RewardFailure
 
 TOKEN = "MILES_REWARD_TOKEN"
+_MAX_ERRORS_TOLD = 3
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -48,7 +48,8 @@ def create_app(
     """The ASGI application: ``POST /score`` and ``GET /health``.
 
     One request is scored at a time: rewards need not be safe for threads. Malformed input gets a
-    status of 400 to 499 and a line, what the reward raises 500 and a line, never a traceback.
+    status of 400 to 499 and a line, never a traceback. Samples that the reward raises for are null,
+    all of them as well: that would be so again, while a status of 500 asks the client to come back.
     """
     from fastapi import FastAPI, Request
     from fastapi.concurrency import run_in_threadpool
@@ -68,15 +69,15 @@ def create_app(
             body = await _read(request, limit)
             media, prompts, metadata = await run_in_threadpool(_parse, body)
 
-            def work() -> dict[str, list[float | None]]:
+            def work() -> dict[str, Any]:
                 with lock:
-                    return _scores(name, reward, media, prompts, metadata, timeout_s)
+                    return _answer(name, reward, media, prompts, metadata, timeout_s)
 
-            return JSONResponse({"scores": await run_in_threadpool(work)})
+            return JSONResponse(await run_in_threadpool(work))
         except _Rejected as rejected:
             return JSONResponse({"error": str(rejected)}, status_code=rejected.status)
         except Exception as error:  # the reward's own: the client decides what it means
-            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            message = first_line(f"{type(error).__name__}: {error}")
             return JSONResponse({"error": message}, status_code=500)
 
     # FastAPI finds the request by its annotation, which is a string here.
@@ -119,21 +120,24 @@ def _parse(body: bytes) -> tuple[list[Any], list[str], list[Mapping[str, Any]]]:
         try:
             media.append(decode_media(sample["media"]))
         except MediaJsonError as error:
-            raise _Rejected(400, f"samples[{i}].media: {str(error).splitlines()[0]}") from error
+            raise _Rejected(400, f"samples[{i}].media: {first_line(error)}") from error
         prompts.append(sample["prompt"])
         metadata.append(sample.get("metadata", {}))
     return media, prompts, metadata
 
 
-def _scores(
+def _answer(
     name: str,
     reward: Reward,
     media: Sequence[Any],
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     timeout_s: float | int,
-) -> dict[str, list[float | None]]:
-    """By the rules of local rewards: what fails alone has no score, and its neighbours have theirs."""
+) -> dict[str, Any]:
+    """By the rules of local rewards: what fails alone has no score, and its neighbours have theirs.
+
+    ``errors`` says why, in a few lines, where it is known.
+    """
     call = RewardCall(
         label=name,
         reward=reward,
@@ -146,12 +150,12 @@ def _scores(
         columns = call.scores(max_failures=len(media) - 1)
     except RewardFailure as failure:
         raise _Rejected(422, str(failure)) from failure
-    if all(torch.isnan(column).all() for column in columns.values()):
-        raise RuntimeError(call.errors[-1] if call.errors else "no sample has a score")
-    return {
+    scores = {
         component: [None if math.isnan(v) else v for v in column.tolist()]
         for component, column in columns.items()
     }
+    errors = [first_line(text) for text in call.errors[:_MAX_ERRORS_TOLD]]
+    return {"scores": scores, "errors": errors} if errors else {"scores": scores}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, TypeAlias, final
 
 from trainers.config_loader import ConfigError
+from trainers.first_line import first_line
 from trainers.rewards.protocol import Reward
 
 PromptCheck: TypeAlias = Callable[[str, Mapping[str, Any]], object]
@@ -20,13 +21,19 @@ class RewardSource:
 
     def __init__(self, name: str, target: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         is_class = inspect.isclass(target)
-        self._is_reward = not is_class and "media" in inspect.signature(target).parameters
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError) as error:  # what is written in C may have none
+            raise ConfigError(
+                f"reward {name!r}: its arguments are not known; got {target!r} ({first_line(error)}); "
+                "name a function or class that is written in Python"
+            ) from error
+        self._is_reward = not is_class and "media" in signature.parameters
         given = {"media": (), "prompts": (), "metadata": ()} if self._is_reward else {}
         try:
-            inspect.signature(target).bind(**given, **kwargs)
+            signature.bind(**given, **kwargs)
         except TypeError as error:
-            parameters = inspect.signature(target).parameters
-            known = ", ".join(key for key in parameters if key not in given) or "none"
+            known = ", ".join(key for key in signature.parameters if key not in given) or "none"
             raise ConfigError(
                 f"reward {name!r}: wrong kwargs: {error}; got {dict(kwargs)}; it takes {known}"
             ) from None

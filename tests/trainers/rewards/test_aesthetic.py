@@ -66,6 +66,9 @@ def test_a_head_of_another_width_is_told(kwargs, tmp_path):
         {k: v for k, v in head().items() if k != "layers.2.bias"},
         {**head(), "layers.2.weight": torch.zeros(4, 9)},
         {"weight": torch.zeros(1, 1)},
+        {**head(), "layers.2.weight": torch.zeros(8)},
+        {"layers.0.weight": torch.zeros(1), "layers.0.bias": torch.zeros(1)},
+        {**head(), "layers.2.bias": torch.zeros(1)},
     ],
 )
 def test_a_file_that_is_no_head_is_told(tensors, tmp_path):

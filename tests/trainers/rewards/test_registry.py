@@ -77,6 +77,11 @@ def test_resolving_checks_but_builds_nothing():
         ),
         ("zzz", {}, "reward 'zzz': no such reward; known are aesthetic, clap, "),
         ("no_such_module:x", {}, "reward 'no_such_module:x': cannot be imported; got No module"),
+        (
+            "builtins:max",
+            {},
+            "reward 'builtins:max': its arguments are not known; got <built-in function max> (",
+        ),
         (":x", {}, "reward ':x': cannot be imported; got Empty module name"),
         (
             "trainers.rewards.protocol:Rewards",

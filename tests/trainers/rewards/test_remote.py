@@ -115,17 +115,32 @@ def test_a_reward_that_raises_for_one_sample_scores_the_others():
         assert remote(url)(media(0, 1), ["bad", "x"], [{}, {}]) == {"total": [None, 1.0]}
 
 
-def test_a_reward_that_always_raises_is_500_with_one_line_and_is_tried_again():
-    def broken(media, prompts, metadata):
-        raise ValueError("no model\nTraceback")
+def test_samples_that_the_reward_raises_for_are_null_with_one_line_and_not_tried_again(caplog):
+    def picky(media, prompts, metadata):
+        if "bad" in prompts:
+            raise ValueError("no model\nTraceback")
+        return {"light": [1.0] * len(media)}
 
     pauses = Pauses()
-    with serving(broken) as url:
-        with pytest.raises(ConnectionError, match=r"in 3 tries; got status 500: .*no model"):
-            remote(url, sleep=pauses)(media(0), ["p"], [{}])
-        response = httpx.post(f"{url}/score", json={"samples": [sample()]})
-    assert pauses == [0.5, 1.0]
+    prompts = ["bad", "x", "bad"]
+    with serving(picky) as url:
+        scores = remote(url, sleep=pauses, batch_size=1)(media(0, 0, 0), prompts, [{}] * 3)
+        response = httpx.post(f"{url}/score", json={"samples": [sample(prompt="bad")]})
+    assert scores == {"light": [None, 1.0, None], "total": [None, 1.0, None]}
+    assert pauses == []
+    assert response.status_code == 200
+    assert response.json()["scores"] == {"total": [None]}
     assert "Traceback" not in response.text
+    told = [r.getMessage() for r in caplog.records if r.name == "trainers.rewards.remote"]
+    assert len(told) == 2
+    assert re.search(r"samples without a score: .*ValueError: no model", told[0])
+
+
+def test_what_is_null_alone_does_not_name_the_total():
+    app = answering((200, {"scores": {"total": [None]}}), (200, {"scores": {"light": [2]}}))
+    with served(app) as url:
+        reward = remote(url, batch_size=1)
+        assert reward(media(0, 1), ["p"] * 2, [{}] * 2) == {"light": [None, 2.0]}
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
@@ -152,6 +167,7 @@ def test_a_refusal_ends_the_run_at_once(status, advice):
     [
         ({"scores": {"total": [1, 2]}}, "one number a sample for component 'total'; got 2 for 1"),
         ({"scores": {"total": ["a"]}}, "breaks the protocol; got TypeError"),
+        ({"scores": {"total": [10**400]}}, "breaks the protocol; got OverflowError"),
         ({"scores": [1]}, "breaks the protocol"),
         ({"scores": {}}, "has no component"),
         ({"rewards": [1]}, "breaks the protocol; got KeyError"),
@@ -184,6 +200,37 @@ def test_a_body_that_is_too_large_is_halved_until_it_fits():
         pytest.raises(RewardFailure, match=r"413: body: longer than .* one sample is too large"),
     ):
         remote(url)(media(0.5, 0.5), ["p"] * 2, [{}] * 2)
+
+
+def test_the_size_that_fitted_is_remembered():
+    refusal = (413, {"error": "too large"})
+    fits = (200, {"scores": {"total": [1, 2]}})
+    app = answering(refusal, refusal, *[fits] * 8)
+    with served(app) as url:
+        reward = remote(url, timeout_s=10, retries=0, batch_size=8)
+        assert reward.time_limit_s(8) == 20
+        assert reward(media(*[0] * 8), ["p"] * 8, [{}] * 8) == {"total": [1, 2] * 4}
+        assert reward.time_limit_s(8) == 80
+        reward(media(*[0] * 8), ["p"] * 8, [{}] * 8)
+    assert app.state.seen == [413, 413] + [200] * 8
+
+
+@pytest.mark.parametrize(("first", "second"), [("ab", "a"), ("a", "ab"), ("a", "b")])
+def test_components_that_only_one_request_names_end_the_run(first, second):
+    answers = [(200, {"scores": {name: [1] for name in names}}) for names in (first, second)]
+    message = "answers name different components; got .*; return the same"
+    for before in ([], [(413, {"error": "too large"})]):
+        with served(answering(*before, *answers)) as url:
+            reward = remote(url, batch_size=2 if before else 1)
+            with pytest.raises(RewardFailure, match=message):
+                reward(media(0, 1), ["p"] * 2, [{}] * 2)
+
+
+def test_what_was_said_before_a_server_went_away_in_a_halved_batch_is_kept():
+    app = answering((413, {}), (200, {"scores": {"total": [1, 2]}}), (503, {"error": "down"}))
+    with served(app) as url:
+        scores = scorer_of(url, batch_size=4).score(media(*[0] * 4), ["p"] * 4, [{}] * 4)
+    assert scores.masked.tolist() == [False, False, True, True]
 
 
 def test_the_token_comes_from_the_environment_and_is_asked_for(monkeypatch):

@@ -236,7 +236,7 @@ def test_a_missing_component_masks_its_sample_and_logs_take_what_is_there():
         (torch.zeros(4, 1), "reward 'wrong': must return numbers; got [0.0]; return a number or"),
         (["1"] * 4, "reward 'wrong': must return numbers; got '1'"),
         ({"a": [1.0]}, "reward 'wrong': must return one number a sample for component 'a'; got 1"),
-        ({}, "reward 'wrong': returned no component; return at least one"),
+        ({}, "reward 'wrong': returned no component; got {}; return at least one"),
     ],
     ids=str,
 )
