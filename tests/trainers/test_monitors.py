@@ -305,6 +305,20 @@ def test_drift_starts_at_zero_and_is_resumed(tmp_path: Path) -> None:
     assert without_perf(metrics_of(tmp_path / "parts")) == without_perf(whole)
 
 
+def test_a_run_that_resumes_with_other_evaluation_samples_says_so(
+    tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level(logging.WARNING)
+    overrides = (DARKNESS, "eval.every=1", "monitors.drift_samples=0")
+    train(tiny_trainer(tmp_path, *overrides, "iterations=1"))
+    overrides = (*overrides, "monitors.max_held_out_fall=null", "resume=true")
+    run(tiny_config(tmp_path, *overrides, "iterations=2"))
+    told = "the evaluation has other prompts or settings than before"
+    assert not any(told in message for message in _messages(caplog))
+    run(tiny_config(tmp_path, *overrides, "iterations=4", "eval.seed=5"))
+    assert sum(told in message for message in _messages(caplog)) == 1
+
+
 def test_the_base_is_sampled_once_and_not_at_all_when_off(tmp_path: Path) -> None:
     calls = []
     for samples in (2, 0):
