@@ -210,9 +210,10 @@ def test_a_subset_has_the_right_pairs(case):
     assert_replays(RolloutEngine(pipe), trajectory)
 
 
-def test_the_disk_changes_nothing(case, dtype, tmp_path):
+def test_the_disk_changes_nothing(case, tmp_path):
+    """In bfloat16, where float32 is on the disk as well."""
     name, model, cfg = case
-    pipe = load(name, dtype)
+    pipe = load(name, torch.bfloat16)
     trajectory, _ = model.roll(pipe, cfg)
     trajectory.save(tmp_path)
     loaded = RolloutTrajectory.load(tmp_path)

@@ -10,6 +10,7 @@ import torch
 from miles_rollout import RolloutParamsError, rollout
 from tests.miles_rollout.models import MODELS, load
 from tests.miles_rollout.test_image_families import fingerprint
+from tests.miles_rollout.test_testing_qwen_klein import NAMES
 from tests.miles_rollout.tiny import ODE
 
 FAMILIES = ["tiny-wan", "tiny-wan2-2", "tiny-z-image", "tiny-sana", "tiny-hunyuan-video-1-5"]
@@ -68,15 +69,16 @@ def test_what_a_family_cannot_roll_out_is_refused_by_name(name, kwargs, message)
 
 
 def test_tiny_pipelines_are_the_same_in_every_process():
-    """One more process: trained vocabularies differed from one to the next."""
+    """One more process for all: trained vocabularies differed from one to the next."""
+    names = [*FAMILIES, "tiny-sd3", "tiny-flux", *NAMES]
     code = (
         "import json\n"
         "from miles_rollout.loading import load_pipeline\n"
         "from tests.miles_rollout.test_image_families import fingerprint\n"
-        f"print(json.dumps([fingerprint(load_pipeline(name)) for name in {FAMILIES!r}]))"
+        f"print(json.dumps([fingerprint(load_pipeline(name)) for name in {names!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    here = [fingerprint(load(name)) for name in FAMILIES]
+    here = [fingerprint(load(name)) for name in names]
     assert json.loads(done.stdout.splitlines()[-1]) == here
     assert all(len(set(ids)) > 5 for _, tokens in here for ids in tokens)
 

@@ -10,17 +10,12 @@ from miles_rollout.noise import derive_seed, keyed_generator, keyed_noise
 def test_derive_seed_is_fixed_across_processes_and_versions():
     assert derive_seed("sde_window", 0, 1) == 4995330469144642269
     code = "from miles_rollout.noise import derive_seed; print(derive_seed('a', 1, 'b', 2))"
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PATH": "", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert outputs == {f"{derive_seed('a', 1, 'b', 2)}\n"}
+    # Without randomised hashes there; this process has them.
+    env = {"PYTHONHASHSEED": "0", "PATH": "", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{derive_seed('a', 1, 'b', 2)}\n"
 
 
 def test_neighbouring_keys_do_not_meet():

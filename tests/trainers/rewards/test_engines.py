@@ -70,6 +70,7 @@ except TimeoutError:
     print(engines.map(of, ["still", "here"]))
 """
 INTERRUPTED = """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script put aside
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 engines.map(of, ["hang"])
 """
